@@ -1,4 +1,4 @@
-"""What attention on TPU calls: the dispatcher's backends, and processors of models that stand for upstream's in a trace."""
+"""Attention on TPU: the dispatcher's backends, and functions that the models' attention processors call in a trace."""
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +48,9 @@ def dispatched_attention(
 def joint_attention(
     latents: tuple[torch.Tensor, ...], text: tuple[torch.Tensor, ...], seen: torch.Tensor | None, backend=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two streams in one softmax, each q, k and v [B, T, N, D] of a trace; so are the answers.
+    """Attention of two streams in one softmax: traced q, k and v [B, T, N, D] of each. Returns both results [B, T, N, D].
 
-    `seen`: tokens of the text that are no padding [B, L]; `backend`: of the dispatcher, in place of `TPUConfig.attention`.
+    `seen` [B, L]: false for padding of the text; `backend`: the dispatcher's, which overrides `TPUConfig.attention`.
     """
     (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in autocast.lowered(*stream)] for stream in (latents, text))
     kernel = str(getattr(backend, "value", backend or "")).removeprefix("tpu").lstrip("_") or None
@@ -60,15 +60,15 @@ def joint_attention(
 
 
 def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Latents among themselves, q, k and v [B, T, N, D] of a trace; so is the answer."""
+    """Self-attention of latents: traced q, k and v [B, T, N, D], and a result [B, T, N, D]."""
     answer = among_latents(*(x.jax().swapaxes(1, 2) for x in autocast.lowered(q, k, v)))
     return Tensor(answer.swapaxes(1, 2), environment())
 
 
 def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Tensor, apart=False) -> torch.Tensor:
-    """`norm(x)` of a traced x [B, T, C], every head's pairs of entries rotated by cos and sin [1 or B, T, 1, D], if given.
+    """`norm(x)` of a traced x [B, T, C], with each head's pairs of entries rotated by cos and sin [1 or B, T, 1, D], if given.
 
-    `norm`: RMS or layer norm over all of C, or of the entries of a head; `apart`: pairs are half a head apart, not neighbours.
+    `norm`: RMS or layer norm over all of C, or over each head; `apart`: pairs are half a head apart, not neighbours.
     """
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
@@ -80,8 +80,8 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
 
 
 class RotatingNorms:
-    """An attention whose norms of queries and keys rotate too, by tables of each as `normed_and_rotated` takes them: upstream's
-    processor is given it, and nothing to rotate by."""
+    """Wraps an attention so that its norms of queries and keys also rotate, by tables as `normed_and_rotated` takes them.
+    Upstream's processor gets it in place of the attention, and no rotary embedding."""
 
     def __init__(self, attn: torch.nn.Module, queries: tuple, keys: tuple):
         self.attn, self.queries, self.keys = attn, queries, keys
@@ -97,5 +97,5 @@ class RotatingNorms:
 
 
 def filled(table: torch.Tensor) -> torch.Tensor:
-    """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.pad_tokens`)."""
+    """A traced table [T, D] of the latents, with rows of zeros for padding tokens (`Settings.pad_tokens`)."""
     return torch.nn.functional.pad(table, (0, 0, 0, current().pad_tokens)) if current().pad_tokens else table

@@ -6,7 +6,7 @@ For users, of a pipeline or of a model by itself:
     is_active()        is the TPU path in use in this process?      report(pipe)      compilations, seconds, bytes
     is_main_process()  of several hosts, the one that writes?       explain(pipe)     what was compiled, and why not
 
-The rest is what the patched upstream files call.
+The other functions are called by the patched upstream files.
 """
 
 from .chips import hosts
@@ -25,19 +25,19 @@ def is_main_process() -> bool:
 
 
 def activate():
-    """The seam of `import diffusers`: where the path is active, the idioms of scripts for CUDA are answered."""
+    """Called by `import diffusers`: if the TPU path is active, replaces what scripts for CUDA call."""
     if is_active():
         from . import idioms
         from .pipelines import moving
 
-        idioms.on(moving)  # last: models move, what is left of a move is torch's
+        idioms.on(moving)  # applied last: it moves models and leaves other moves to torch
 
 
 def resolve_device_map(device_map):
-    """The seam in `DiffusionPipeline.from_pretrained`: (what upstream is to do about `device_map`, is it for the TPU).
+    """Called by `DiffusionPipeline.from_pretrained`: (the `device_map` that upstream uses, whether the pipeline is for the TPU).
 
-    Before anything is loaded it raises NotImplementedError for a map by component, ValueError for a mesh of the environment that
-    does not fit the chips, and what JAX says of chips that it cannot have.
+    Raises before anything is loaded: NotImplementedError for a map by component, ValueError if the environment's mesh does not
+    fit the chips, and JAX's own error if it cannot open the chips.
     """
     if device_map == "cpu" or not is_active():
         return device_map, False
@@ -53,13 +53,13 @@ def resolve_device_map(device_map):
 
 
 def handles_device(*args, **kwargs) -> bool:
-    """The seam of `DiffusionPipeline.to` and offloading: whether these arguments name an accelerator that we stand for."""
+    """Called by `DiffusionPipeline.to` and offloading: whether these arguments name an accelerator that means the TPU."""
     device = kwargs.get("device", args[0] if args else None)
     return names_accelerator(device) and is_active()
 
 
 def ignore_idiom(idiom: str, device="cuda") -> bool:
-    """The seam of idioms that have no meaning on a TPU: whether this one, about this device, is to do nothing; warns once."""
+    """Called by functions that have no meaning on a TPU: whether this one does nothing for this device; warns once."""
     if not handles_device(device):
         return False
     notices.warn_once(idiom)
@@ -67,7 +67,7 @@ def ignore_idiom(idiom: str, device="cuda") -> bool:
 
 
 def refuses_quantized(method: str):
-    """The seam where a quantizer is made. Raises NotImplementedError on the TPU path for those that need a GPU."""
+    """Called where a quantizer is made. Raises NotImplementedError on the TPU path for those that need a GPU."""
     if is_active():
         from .idioms import refusing
 
@@ -75,7 +75,7 @@ def refuses_quantized(method: str):
 
 
 def loading(load, device_map=None):
-    """The seam where a pipeline loads a model: a `from_pretrained` that refuses missing weights, and quantization for GPUs."""
+    """Called where a pipeline loads a model: `load`, which on the TPU path refuses missing weights and quantization for GPUs."""
     if not is_active():
         return load
     from .idioms import refusing
@@ -85,7 +85,7 @@ def loading(load, device_map=None):
 
 
 def waiting(tensor):
-    """The seam where a model takes a checkpoint's tensor: conversions to another dtype wait until its values are needed."""
+    """Called where a model takes a checkpoint's tensor: conversions of its dtype are deferred until its values are needed."""
     if not is_active():
         return tensor
     from .weights import checkpoint
@@ -94,7 +94,7 @@ def waiting(tensor):
 
 
 def tensors_of(path, device):
-    """The seam where a model's safetensors file is opened: its tensors by name, mapped and not read; None: as upstream does."""
+    """Called where a model's safetensors file is opened: its tensors by name, mapped and not read; None: upstream reads it."""
     if not is_active():
         return None
     from .weights import disk
@@ -103,7 +103,7 @@ def tensors_of(path, device):
 
 
 def attention_backend(name: str) -> str:
-    """The seam where a name becomes an attention backend: on the TPU path those of packages for GPUs mean our kernel."""
+    """Called where a name becomes an attention backend: on the TPU path, backends of GPU packages mean the TPU kernel."""
     name = getattr(name, "value", name)
     if name == "native" or name.startswith("tpu") or not is_active():
         return name
@@ -113,7 +113,7 @@ def attention_backend(name: str) -> str:
 
 
 def rotated(x, *how):
-    """The seam of `apply_rotary_emb`: what it gives of x on the TPU path; None: as upstream does it."""
+    """Called by `apply_rotary_emb`: its result on the TPU path; None: upstream computes it."""
     if not type(x).__module__.startswith(("torchax.", f"{__name__}.bridge.")):
         return None
     from . import bridge
@@ -124,7 +124,7 @@ def rotated(x, *how):
 def install(model_or_pipeline, config: TPUConfig | None = None):
     """Route one pipeline's models, or one model, through JAX; returns the same instance. See `pipeline`, `attach`.
 
-    Raises TypeError for what is neither, and for a `config` that is no TPUConfig.
+    Raises TypeError for any other object, and for a `config` that is no TPUConfig.
     """
     if config is not None and not isinstance(config, TPUConfig):
         raise TypeError(f"expected a TPUConfig, such as TPUConfig(mesh=(2, 4, 1)), got {config!r}")
@@ -137,12 +137,12 @@ def uninstall(model_or_pipeline):
 
 
 def report(model_or_pipeline) -> dict:
-    """What was compiled so far, of a pipeline by component. See `pipeline.report` and `attach.report`."""
+    """The programs compiled so far, for a pipeline by component. See `pipeline.report` and `attach.report`."""
     return _room(model_or_pipeline).report(model_or_pipeline)
 
 
 def explain(model_or_pipeline) -> str:
-    """Which modules were compiled, which not, and why, with upstream's lines: in lines of text. See `ladder`."""
+    """Which modules were compiled, which were not, and why, with upstream's lines, as text. See `compile/explain.py`."""
     return _room(model_or_pipeline).explain(model_or_pipeline)
 
 

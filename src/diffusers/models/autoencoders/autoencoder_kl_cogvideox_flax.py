@@ -1,12 +1,11 @@
-"""CogVideoX's VAE on TPU: upstream's module, its loop over batches of frames as one scan, split over the width of the video.
+"""CogVideoX's VAE on TPU: upstream's module, its loop over batches of frames as one scan, sharded over the width of the video.
 
-Upstream decodes two latent frames at a time and encodes eight of the video, the remainder with the first; what its
-convolutions keep goes from batch to batch. Here the batches are one scan (`tracing.scan_batches`); group norms have the statistics of
-the whole map. Residual blocks that are alike are scanned too. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name
-from here.
+Upstream decodes two latent frames at a time and encodes eight frames of the video, the remainder with the first batch; convolutions
+pass their last frames to the next batch. Here the batches are one scan (`tracing.scan_batches`); group norms use the statistics of
+the whole map. Equal residual blocks are scanned too. This module also exports the VAE without torch, `FlaxAutoencoderKLCogVideoX`.
 
-The decoder's norms are scaled and shifted by the latents at each position. Upstream makes the latents as fine as the map
-and convolves them then; here they are convolved, which sees one position at a time, and what comes of it is made finer.
+The decoder's norms are scaled and shifted by the latents at each position. Upstream enlarges the latents to the map's size and
+convolves them then. Here they are convolved first, which is pointwise, and the result is enlarged.
 """
 
 import torch
@@ -29,7 +28,7 @@ from .vae_maps_flax import Maps, overlapping_tiles, spatial_ratio
 
 
 def _convolved(layer, inputs, conv_cache=None, shortcut=None):
-    """As upstream's: (the convolution of the inputs behind the last frames before them, its last frames), beside a shortcut."""
+    """As upstream's: (the convolution of the kept frames and the inputs, plus a shortcut; the last frames, to be kept)."""
     back, upstreams = layer.time_kernel_size - 1, layer.pad_mode == "replicate"
     if back and not upstreams:
         from ...tpu.compile.tracing import causal_pad, keeping_last
@@ -40,19 +39,19 @@ def _convolved(layer, inputs, conv_cache=None, shortcut=None):
 
 
 def _not_in_parts(conv, x):
-    """As upstream's, which cuts large inputs for GPUs."""
+    """As upstream's, without splitting large inputs as it does for GPUs."""
     return torch.nn.Conv3d.forward(conv, x)
 
 
 def _spatial_norm(norm, f, zq, conv_cache=None, silu=False):
-    """As upstream's: f normed, scaled and shifted by what the latents are where it is."""
+    """As upstream's: f normed, then scaled and shifted by the latents at each position."""
     from ...tpu.compile.tracing import normed_by_place
 
     return normed_by_place(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq), silu), None
 
 
 def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
-    """As upstream's: norm, SiLU and convolution, twice, beside a shortcut."""
+    """As upstream's: norm, SiLU and convolution, twice, plus a shortcut."""
     if type(block.conv2) is not CogVideoXCausalConv3d:
         return type(block).forward(block, inputs, temb, zq, conv_cache)
     silu = zq is not None and type(block.nonlinearity) is torch.nn.SiLU
@@ -69,7 +68,7 @@ def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
 
 
 def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
-    """As upstream's: residual blocks, all but a first of other channels as one scan, then what resamples."""
+    """As upstream's: residual blocks, as one scan but for a first that changes the channels, then resampling."""
     from ...tpu.compile.tracing import scan_alike
 
     cache, keeps = conv_cache or {}, {}
@@ -90,10 +89,10 @@ def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
 
 
 def _upsampled(layer, x):
-    """As upstream's: doubles the map and, where it is asked to, all frames but a first of an odd number."""
+    """As upstream's: doubles the map and, with `compress_time`, all frames but the first of an odd number."""
     from ...tpu.compile.tracing import doubled
 
-    x = doubled(layer.conv, x)  # of frames that are alike, once
+    x = doubled(layer.conv, x)  # equal frames are convolved once
     if not layer.compress_time or x.shape[2] == 1:
         return x
     first = x.shape[2] % 2
@@ -101,7 +100,7 @@ def _upsampled(layer, x):
 
 
 def _downsampled(layer, x):
-    """As upstream's: halves the map and, where it is asked to, all frames but a first of an odd number."""
+    """As upstream's: halves the map and, with `compress_time`, all frames but the first of an odd number."""
     if layer.compress_time:
         first = x.shape[2] % 2
         rest = x[:, :, first:].unflatten(2, (-1, 2)).float().mean(3).to(x.dtype)
@@ -132,7 +131,7 @@ class _Maps(Maps):
 
     @staticmethod
     def tiling(vae, height, width, encode=False):
-        """Upstream's tiles, the same for every form of this VAE."""
+        """Upstream's tiles; the VAE without torch uses them too."""
         factors = vae.tile_overlap_factor_height, vae.tile_overlap_factor_width
         return overlapping_tiles(vae, factors, spatial_ratio(vae), height, width, encode)
 

@@ -4,9 +4,9 @@
     latents = vae.encode(video).mode()      # video [B, F, H, W, 3] in [-1, 1]
     video = vae.decode(latents)             # latents [B, f, H / 8, W / 8, 16]
 
-Frames go in batches, as upstream's: two of the latents or eight of the video, the remainder with the first; group norms have the
-statistics of a batch. The batches are a scan. The rest is what such VAEs share
-(`vae_nnx_flax`). A caller that needs latents normalised uses `config.scaling_factor`.
+Batches of frames are upstream's: two of the latents or eight of the video, the remainder with the first. Group norms use the
+statistics of a batch. The batches are a scan. Code that such VAEs share is in `vae_nnx_flax`. A caller that needs normalised
+latents uses `config.scaling_factor`.
 """
 
 import functools
@@ -26,15 +26,15 @@ from .vae_nnx_layers_flax import Conv, Map, in_chunks, one_after_another, silu
 
 NAMES = (  # from a weight's path to its name in upstream's files
     (r"kernel$", "weight"),
-    # Upstream pads in a module around these.
+    # Upstream wraps these in a module that pads.
     (r"\b(conv1|conv2|conv_y|conv_b|conv_in|conv_out)\.(weight|bias)$", r"\1.conv.\2"),
     (r"\b(down|up)_blocks\.(\d+)\.resamplers\b", r"\1_blocks.\2.\1samplers"),
 )
-NORM_EPS = 1e-6  # upstream's, where its config does not say
+NORM_EPS = 1e-6  # upstream's, where its config has none
 
 
 class Chunk(layers.Chunk):
-    """One batch of frames; before the video's first frame is that frame."""
+    """One batch of frames. The padding before the video's first frame repeats that frame."""
 
     def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
         return causal_pad(x, kept, frames)
@@ -52,7 +52,7 @@ class GroupNorm(nnx.Module):
 
 
 class SpatialNorm(nnx.Module):
-    """Group norm, scaled and shifted by what the latents are at each position."""
+    """Group norm, scaled and shifted by the latents at each position."""
 
     def __init__(self, channels: int, groups: int, latents: int, **how):
         self.norm_layer = GroupNorm(channels, groups, NORM_EPS, dtype=how["dtype"])
@@ -65,7 +65,7 @@ class SpatialNorm(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """Norm, SiLU and convolution, twice, beside a shortcut. `latents`: the channels of what norms are conditioned by, 0: none."""
+    """Norm, SiLU and convolution, twice, plus a shortcut. `latents`: channels of the latents that condition norms; 0: none do."""
 
     def __init__(self, channels: int, features: int, groups: int, eps: float, latents: int, **how):
         def norm(size):
@@ -92,7 +92,7 @@ class ResidualBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halves height and width and, `in_time`, the frames but a first of an odd number, by means of pairs."""
+    """Halves height and width and, with `in_time`, the frames but the first of an odd number, by averaging pairs."""
 
     def __init__(self, channels: int, in_time: bool, **how):
         self.in_time = in_time
@@ -107,19 +107,19 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Doubles height and width and, `in_time`, the frames but a first of an odd number."""
+    """Doubles height and width and, with `in_time`, the frames but the first of an odd number."""
 
     def __init__(self, channels: int, in_time: bool, **how):
         self.in_time = in_time
         self.conv = Conv(channels, channels, (1, 3, 3), **how)
 
     def __call__(self, x: Map) -> Map:
-        y, frames = self.conv.doubled(x), x.shape[1]  # frames that are alike are convolved once
+        y, frames = self.conv.doubled(x), x.shape[1]  # equal frames are convolved once
         return repeated_in_time(y, 2 * frames - frames % 2) if self.in_time else y
 
 
 class Level(layers.Level):
-    """Residual blocks at one size, all but a first of other channels as one scan, then what resamples."""
+    """Residual blocks at one size, as one scan but for a first that changes the channels, then resampling."""
 
     def __call__(self, x: Map, chunk: Chunk, latents: Latents | None = None) -> Map:
         resnets = list(self.resnets)
@@ -154,7 +154,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Latents [B, T, H, W, C] -> frames [B, 4 T, 8 H, 8 W, O], a first of an odd number of them one frame."""
+    """Latents [B, T, H, W, C] -> frames [B, 4 T, 8 H, 8 W, O]; the first of an odd number of latents gives one frame."""
 
     def __init__(self, config, **how):
         dims, latents = config.block_out_channels[::-1], config.latent_channels
@@ -178,7 +178,7 @@ class Decoder(nnx.Module):
 
 
 def _in_time(config) -> int:
-    """At how many of the finest levels, or of the coarsest of the decoder, the frames are resampled too."""
+    """How many levels resample the frames too: the finest of the encoder, the coarsest of the decoder."""
     return int(config.temporal_compression_ratio).bit_length() - 1
 
 
@@ -186,8 +186,8 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
     """CogVideoX's VAE.
 
     Videos [B, F, H, W, 3] have a height and width of multiples of 8 and as a rule 4 f - 3 frames; latents [B, f, h, w, C] are
-    decoded to as many, as upstream's not clipped to [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config
-    that cannot be.
+    decoded to as many. As upstream's, these are not clipped to [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a
+    config that is not supported.
     """
 
     upstream, names, tiling = AutoencoderKLCogVideoX, NAMES, tiling
@@ -219,9 +219,9 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
         tile_overlap_factor_height: float | None = None,
         tile_overlap_factor_width: float | None = None,
     ):
-        """Larger maps go in overlapping tiles, which the chips share; sizes in pixels, None: as they are.
+        """Larger maps are computed in overlapping tiles, which the chips share. Sizes are in pixels; None: unchanged.
 
-        Raises ValueError for tiles that do not meet.
+        Raises ValueError for tiles that leave gaps.
         """
         sizes = (
             tile_sample_min_height or self.tile_sample_min_height,

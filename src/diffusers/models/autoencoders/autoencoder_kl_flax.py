@@ -1,7 +1,7 @@
-"""The VAE of Stable Diffusion, SDXL, SD3 and Flux on TPU: upstream's module, split over the width of the image.
+"""The VAE of Stable Diffusion, SDXL, SD3 and Flux on TPU: upstream's module, sharded over the width of the image.
 
-A batch that `dp` divides lies over it; group norms have the statistics of the whole map, and the middle's attention sees all of its
-keys. A module whose blocks or attention processors are not known to compute on a shard is left to the compiler.
+A batch that `dp` divides is sharded over it. Group norms use the statistics of the whole map, and the middle block's attention sees
+all keys of it. A module whose blocks or attention processors are not known to compute on a shard is left to the compiler.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from .vae_maps_flax import Maps
 
 
 BLOCKS = {DownEncoderBlock2D, AttnDownEncoderBlock2D, UpDecoderBlock2D, AttnUpDecoderBlock2D}
-PROCESSORS = {AttnProcessor2_0, FusedAttnProcessor2_0}  # by SDPA, which knows of shards
+PROCESSORS = {AttnProcessor2_0, FusedAttnProcessor2_0}  # they call SDPA, which handles shards
 
 
 def upsampled(layer, hidden_states, output_size=None, *args, **kwargs):
@@ -48,7 +48,7 @@ class _Maps(Maps):
         size, result = (result, size) if encode else (size, result)
         tiling = Tiling.overlapping((size,) * 2, (result,) * 2, (vae.tile_overlap_factor,) * 2, whole=(0, 0))
         rows, columns = (len(range(0, n, stride)) for n, stride in zip((height, width), tiling.strides))
-        return replace(tiling, whole=(rows * tiling.kept[0], columns * tiling.kept[1]))  # upstream cuts nothing off
+        return replace(tiling, whole=(rows * tiling.kept[0], columns * tiling.kept[1]))  # upstream crops nothing
 
     def takes(self, vae, x, encode):
         """Whether every layer of the encoder and the decoder computes on a shard what it computes on the map."""

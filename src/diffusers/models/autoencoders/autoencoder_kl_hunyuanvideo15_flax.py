@@ -1,12 +1,12 @@
-"""HunyuanVideo-1.5's VAE on TPU: upstream's module, its levels that change in time as one scan, split over the width of the video.
+"""HunyuanVideo-1.5's VAE on TPU: upstream's module, sharded over the width of the video, all levels but the middle as one scan.
 
-Upstream computes all frames at once. Here the levels between the middle block and the video are a scanned step of one latent
-frame (`tracing.scan_chunks`): what the chips hold is a step, whatever the length of the video. The middle block, whose attention
-sees all frames so far, is computed for all of them: at that level they are small. The same VAE without torch is
-`FlaxAutoencoderKLHunyuanVideo15`, by name from here.
+Upstream computes all frames at once. Here the levels between the middle block and the video are a scan, one latent frame per step
+(`tracing.scan_chunks`): chips hold the activations of one step, whatever the length of the video. The middle block, whose attention
+sees all frames so far, computes all frames at once, as they are small at that level. This module also exports the VAE without
+torch, `FlaxAutoencoderKLHunyuanVideo15`.
 
-Upstream's first chunk is one frame, repeated before itself wherever a layer looks back. In a video it is here as long as the
-others, all of it that frame, and what a layer keeps of it is that frame too.
+Upstream's first chunk is one frame, repeated before itself wherever a layer looks back. Here it is as long as the other chunks
+and has copies of that frame only, as do the frames that layers keep of it.
 """
 
 import contextvars
@@ -30,19 +30,19 @@ from .vae_maps_flax import Maps, overlapping_tiles
 
 @dataclass
 class Chunk:
-    """One chunk of a scan: its number, a traced scalar; what layers keep for the next, in the order in which they ask."""
+    """One chunk of a scan. `number`: a traced scalar; `cache`: what layers keep for the next chunk, in the order of calls."""
 
     number: torch.Tensor
     cache: list
     asked: int = 0
 
     def or_first(self, x, first):
-        """`x`, in the first chunk `first` repeated in time."""
+        """`x`, but in the first chunk `first`, repeated in time."""
         return torch.where(self.number > 0, x, first.expand_as(x))
 
     def convolved(self, layer, x, shortcut=None):
-        """The layer's convolution of x [B, C, T, H, W] behind the last frames before it, which in the first chunk are its frame; the
-        map's edges are repeated around it. Beside a shortcut."""
+        """The layer's convolution of the kept frames (in the first chunk: its own frame) and x [B, C, T, H, W], plus a shortcut.
+        The map's edges are repeated as padding."""
         from ...tpu.compile.tracing import behind, keeping_last
 
         *sides, frames, ahead = layer.time_causal_padding
@@ -62,7 +62,7 @@ _chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
 
 
 def _convolved(layer, x):
-    """As upstream's, of a chunk behind what came before it."""
+    """As upstream's, of a chunk after the frames kept before it."""
     chunk = _chunk.get()
     return type(layer).forward(layer, x) if chunk is None or not _looks_back(layer) else chunk.convolved(layer, x)
 
@@ -72,7 +72,7 @@ def _looks_back(layer) -> bool:
 
 
 def _residual(block, x):
-    """As upstream's: norm, activation and convolution, twice, beside a shortcut."""
+    """As upstream's: norm, activation and convolution, twice, plus a shortcut."""
     chunk = _chunk.get()
     if chunk is None or type(block.conv2) is not HunyuanVideo15CausalConv3d or not _looks_back(block.conv2):
         return type(block).forward(block, x)
@@ -82,7 +82,7 @@ def _residual(block, x):
 
 
 def _upsampled(layer, x):
-    """As upstream's: doubles the map and, where it is asked to, all frames but the first."""
+    """As upstream's: doubles the map and, with `add_temporal_upsample`, all frames but the first."""
     chunk, spread = _chunk.get(), layer._dcae_upsample_rearrange
     if chunk is None or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
@@ -93,7 +93,7 @@ def _upsampled(layer, x):
 
 
 def _repeated(x, times: int):
-    """x [B, C, T, H, W], each channel so many times; of bfloat16 as a product with ones, as chips are slow to move lanes."""
+    """x [B, C, T, H, W] with each channel repeated; bfloat16 by a product with ones, as chips are slow to move lanes."""
     if x.dtype != torch.bfloat16:
         return x.repeat_interleave(times, dim=1)
     channels = torch.arange(x.shape[1], device=x.device)
@@ -102,7 +102,7 @@ def _repeated(x, times: int):
 
 
 def _downsampled(layer, x):
-    """As upstream's: halves the map and, where it is asked to, all frames but the first."""
+    """As upstream's: halves the map and, with `add_temporal_downsample`, all frames but the first."""
     chunk, packed = _chunk.get(), layer._dcae_downsample_rearrange
     if chunk is None or not layer.add_temporal_downsample:
         return type(layer).forward(layer, x)
@@ -163,7 +163,7 @@ class _Maps(Maps):
 
     @staticmethod
     def tiling(vae, height, width, encode=False):
-        """Upstream's tiles, the same for every form of this VAE."""
+        """Upstream's tiles; the VAE without torch uses them too."""
         factors = vae.tile_overlap_factor, vae.tile_overlap_factor
         return overlapping_tiles(vae, factors, vae.spatial_compression_ratio, height, width, encode)
 
@@ -171,7 +171,7 @@ class _Maps(Maps):
         return vae.spatial_compression_ratio
 
     def takes(self, vae, x, encode):
-        """Upstream refuses a video that is no whole number of latents."""
+        """False for a video whose sides are no whole number of latents, which upstream refuses."""
         return not encode or all(size % vae.spatial_compression_ratio == 0 for size in x.shape[-2:])
 
     def output(self, vae, sample, tiled):

@@ -4,9 +4,9 @@
     latents = vae.encode(video).mode()      # video [B, 4 f - 3, H, W, 3] in [-1, 1]
     video = vae.decode(latents)             # latents [B, f, H / 16, W / 16, 32]
 
-What lies between the middle block and the video is a scan, one latent frame a step; the middle block is computed for all frames, and
-the first chunk is as long as the others, as in `autoencoder_kl_hunyuanvideo15_flax`. The rest is what such VAEs share
-(`vae_nnx_flax`). A caller that needs latents normalised uses `config.scaling_factor`.
+The levels between the middle block and the video are a scan, one latent frame per step. The middle block computes all frames, and
+the first chunk is as long as the others, as in `autoencoder_kl_hunyuanvideo15_flax`. Code that such VAEs share is in
+`vae_nnx_flax`. A caller that needs normalised latents uses `config.scaling_factor`.
 """
 
 import functools
@@ -26,51 +26,51 @@ from .vae_nnx_layers_flax import Conv, Level, Map, MidBlock, ResidualBlock, RMSN
 
 NAMES = (  # from a weight's path to its name in upstream's files
     (r"kernel$", "weight"),
-    (r"\b(conv|conv1|conv2|conv_in|conv_out)\.(weight|bias)$", r"\1.conv.\2"),  # upstream pads in a module around it
+    (r"\b(conv|conv1|conv2|conv_in|conv_out)\.(weight|bias)$", r"\1.conv.\2"),  # upstream wraps it and pads
     (r"\b(down|up)_blocks\.(\d+)\.resamplers\b", r"\1_blocks.\2.\1samplers"),
 )
 
 
 class Chunk(layers.Chunk):
-    """One chunk of frames, the first all of one frame, which is what came before it too."""
+    """One chunk of frames. The first has copies of one frame, which is also the padding before it."""
 
     def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
         first = jnp.broadcast_to(x[:, :1], (x.shape[0], frames, *x.shape[2:]))
         return jnp.concatenate([first if kept is None else self.or_first(kept, first), x], 1)
 
     def or_first(self, x: Map, first: Map) -> Map:
-        """`x`, in the first chunk `first`, repeated in time."""
+        """`x`, but in the first chunk `first`, repeated in time."""
         return first if self.number is None else jnp.where(self.number > 0, x, first)
 
 
 def packed(x: Map, time: int = 1) -> Map:
-    """Blocks of `time` frames and 2 by 2 pixels into channels, the blocks' places before the channels'."""
+    """Moves blocks of `time` frames and 2 by 2 pixels into channels, the position in the block as the slower index."""
     batch, frames, height, width, channels = x.shape
     x = x.reshape(batch, frames // time, time, height // 2, 2, width // 2, 2, channels)
     return x.transpose(0, 1, 3, 5, 2, 4, 6, 7).reshape(batch, frames // time, height // 2, width // 2, -1)
 
 
 def spread(x: Map, time: int = 1) -> Map:
-    """Channels into blocks of `time` frames and 2 by 2 pixels, as `packed` packs them."""
+    """Moves channels into blocks of `time` frames and 2 by 2 pixels, in the order of `packed`."""
     batch, frames, height, width, channels = x.shape
     x = x.reshape(batch, frames, height, width, time, 2, 2, channels // (4 * time))
     return x.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(batch, frames * time, height * 2, width * 2, -1)
 
 
 def averaged(x: Map, features: int) -> Map:
-    """Means of groups of neighbouring channels, `features` of them, in float32."""
+    """Means of `features` groups of neighbouring channels, in float32."""
     return x.reshape(*x.shape[:4], features, -1).astype(jnp.float32).mean(-1).astype(x.dtype)
 
 
 def repeated(x: Map, features: int) -> Map:
-    """Each channel as many times as gives `features`."""
+    """Each channel repeated, to `features` channels in all."""
     return x.repeat(features // x.shape[-1], axis=-1)
 
 
 def block_size(fine: int, coarse: int, in_time: bool) -> int:
-    """How many positions of a map of `fine` channels become one of a map of `coarse` channels.
+    """How many positions of a map of `fine` channels become one position of a map of `coarse` channels.
 
-    Raises ValueError where the one's channels do not make up the other's.
+    Raises ValueError for channels that do not divide so.
     """
     size = 8 if in_time else 4
     if coarse % size or 4 * fine % coarse:
@@ -82,7 +82,7 @@ def block_size(fine: int, coarse: int, in_time: bool) -> int:
 
 
 class Downsample(nnx.Module):
-    """Halves height and width and, `in_time`, the frames but for the video's first, beside means of channels."""
+    """Halves height and width and, with `in_time`, the frames but the video's first; plus a shortcut of averaged channels."""
 
     def __init__(self, channels: int, features: int, in_time: bool, **how):
         self.features, self.in_time = features, in_time
@@ -100,7 +100,7 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Doubles height and width and, `in_time`, the frames but for the video's first, beside repeated channels."""
+    """Doubles height and width and, with `in_time`, the frames but the video's first; plus a shortcut of repeated channels."""
 
     def __init__(self, channels: int, features: int, in_time: bool, **how):
         self.features, self.in_time = features, in_time
@@ -131,7 +131,7 @@ class AttentionBlock(nnx.Module):
 
 
 def levels(dims, blocks: int, resampled: int, matched: bool, make: Callable, **how) -> nnx.List:
-    """A level of each width. The first `resampled` end with `make`(level, channels, features), which are the next one's if `matched`."""
+    """A level per width in `dims`. The first `resampled` end with `make`(level, width, features): the next width if `matched`."""
     found, channels = nnx.List([]), dims[0]
     for level, features in enumerate(dims):
         resampler, after = None, features
@@ -144,7 +144,7 @@ def levels(dims, blocks: int, resampled: int, matched: bool, make: Callable, **h
 
 
 class Encoder(nnx.Module):
-    """Frames [B, T, H, W, I] -> maps of the middle block [B, T / 4, H / 16, W / 16, M], of which `moments` are of all frames."""
+    """Frames [B, T, H, W, I] -> maps for the middle block [B, T / 4, H / 16, W / 16, M]. `moments` is for all frames at once."""
 
     def __init__(self, config, **how):
         dims, latents = config.block_out_channels, 2 * config.latent_channels
@@ -168,7 +168,7 @@ class Encoder(nnx.Module):
         return x
 
     def moments(self, x: Map, chunk: Chunk) -> Latents:
-        """Of all frames after the levels, twice the latents' channels."""
+        """The middle block and last layers, for all frames: twice the latents' channels."""
         x = self.mid_block(x, chunk)
         shortcut = averaged(x, self.conv_out.bias.shape[0])
         return self.conv_out(chunk.causal_pad(silu(self.norm_out(x)))) + shortcut
@@ -192,7 +192,7 @@ class Decoder(nnx.Module):
         self.conv_out = Conv(dims[-1], config.out_channels, **how)
 
     def middle(self, z: Latents, chunk: Chunk) -> Map:
-        """Maps of the middle block of all latents."""
+        """The middle block's maps for all latents."""
         x = self.conv_in(chunk.causal_pad(z))
         return self.mid_block(x + repeated(z, x.shape[-1]), chunk)
 
@@ -203,7 +203,7 @@ class Decoder(nnx.Module):
 
 
 def _halvings(config) -> tuple[int, int]:
-    """How often the map is halved, and at how many of the coarsest of these levels the frames are too."""
+    """How many levels halve the map, and how many of these, the coarsest, halve the frames too."""
     space, time = config.spatial_compression_ratio, config.temporal_compression_ratio
     return space.bit_length() - 1, time.bit_length() - 1
 
@@ -212,8 +212,8 @@ class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
     """HunyuanVideo-1.5's VAE.
 
     Videos [B, F, H, W, 3] have 4 f - 3 frames and a height and width of multiples of 16; latents [B, f, h, w, C] are decoded
-    to as many, as upstream's not clipped to [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config that
-    cannot be.
+    to as many. As upstream's, these are not clipped to [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config
+    that is not supported.
     """
 
     upstream, names, tiling = AutoencoderKLHunyuanVideo15, NAMES, tiling
@@ -240,9 +240,9 @@ class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
         tile_latent_min_width: int | None = None,
         tile_overlap_factor: float | None = None,
     ):
-        """Larger maps go in overlapping tiles, which the chips share; sizes in pixels and in latents, None: as they are.
+        """Larger maps are computed in overlapping tiles, which the chips share. Sizes are in pixels and latents; None: unchanged.
 
-        Raises ValueError for tiles of latents that are not those of the video, and for tiles that do not meet.
+        Raises ValueError for tiles of latents that do not match those of the video, and for tiles that leave gaps.
         """
         video = (
             tile_sample_min_height or self.tile_sample_min_height,

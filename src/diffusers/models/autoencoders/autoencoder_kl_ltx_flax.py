@@ -1,9 +1,8 @@
-"""LTX-Video's VAE on TPU: upstream's module, split over the width of the video, its residual blocks that are alike as scans.
+"""LTX-Video's VAE on TPU: upstream's module, sharded over the width of the video, with equal residual blocks as scans.
 
-Upstream computes all frames at once, and so does this: a latent is 32 x 32 pixels and 8 frames, so that what a layer gives
-of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its shard of the width
-(`tracing.shard_width`), equal tiles are one mapped program. A decoder that draws noise while it computes, as that of 0.9.1, is left
-to upstream: no program can stand for it.
+Upstream computes all frames at once, and so does this. A latent is 32 x 32 pixels and 8 frames, so that a layer's output for a
+whole video is at most 0.76 GB (121 frames of 512 x 768, bfloat16). Each chip has its shard of the width (`tracing.shard_width`),
+equal tiles are one mapped program. Upstream's code runs a decoder that draws noise in its forward (0.9.1), which no program can.
 """
 
 import functools
@@ -28,7 +27,7 @@ from .vae import DecoderOutput
 
 
 def _level(block, hidden_states, temb=None, generator=None):
-    """As upstream's: what resamples and changes channels, before or behind residual blocks, which are one scan."""
+    """As upstream's: resampling and changes of channels, before or after residual blocks, which are one scan."""
     from ...tpu.compile.tracing import on_a_shard, scan_alike
 
     if not on_a_shard():
@@ -55,7 +54,7 @@ def _draws(decoder) -> bool:
 
 
 def _decoded(decoder, hidden_states, temb=None):
-    """As upstream's: latents [B, C, T, H, W] and, of a decoder that is conditioned, timesteps [B] -> the video."""
+    """As upstream's: latents [B, C, T, H, W] and, for a conditioned decoder, timesteps [B] -> the video."""
     from ...tpu.compile.tracing import on_a_shard, shard_width
 
     decode = functools.partial(type(decoder).forward, decoder)
@@ -76,13 +75,13 @@ def _encoded(encoder, hidden_states):
 
 
 def spatial_ratio(encoder) -> int:
-    """Columns of the video to one of the latents."""
+    """Columns of the video per column of the latents."""
     strided = (m for m in encoder.modules() if isinstance(m, (torch.nn.Conv3d, LTXVideoDownsampler3d)))
     return encoder.patch_size * math.prod(m.stride[-1] for m in strided)
 
 
 def tiled_decode(vae, z, temb=None, return_dict=True):
-    """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
+    """As upstream's: overlapping tiles are decoded separately and blended where they overlap."""
     from ...tpu.compile.tracing import in_tiles
 
     if _draws(vae.decoder):
@@ -92,7 +91,7 @@ def tiled_decode(vae, z, temb=None, return_dict=True):
 
 
 def tiled_encode(vae, x):
-    """As upstream's. Tiles that do not begin and end with latents are upstream's own work, one by one."""
+    """As upstream's. Tiles whose edges cut a latent are left to upstream, which encodes them one by one."""
     from ...tpu.compile.tracing import in_tiles
 
     tiling = Tiling.by_strides(vae, x.shape[-2:], encode=True)

@@ -7,7 +7,7 @@ from .vae_maps_flax import Maps
 
 class _Maps(WanMaps):
     def output(self, vae, sample, tiled, return_dict=True):
-        """As upstream's, which leaves values beyond [-1, 1] as they are where it decodes in tiles."""
+        """As upstream's, which does not clip values to [-1, 1] if it decodes in tiles."""
         if tiled:
             return Maps.output(self, vae, sample, tiled, return_dict)
         return super().output(vae, sample, tiled, return_dict)

@@ -1,10 +1,10 @@
-"""Wan's VAE on TPU: upstream's module with its loop over frames as one scan, split over the width of the video.
+"""Wan's VAE on TPU: upstream's module with its loop over frames as one scan, sharded over the width of the video.
 
-Upstream decodes frame by frame and encodes four by four, its convolutions' last frames in a list. Here that is one
-scanned step (`tracing.scan_chunks`). The same VAE without torch is `FlaxAutoencoderKLWan`, by name from here.
+Upstream decodes one frame and encodes four frames at a time, with its convolutions' last frames in a list. Here that is a step
+of a scan (`tracing.scan_chunks`). This module also exports the VAE without torch, `FlaxAutoencoderKLWan`.
 
-Upstream's first chunk is one frame, which temporal resampling leaves alone. In a video it is here as long as the others,
-the frame its last: what is before it is zero wherever a layer looks back, as upstream's padding is.
+Upstream's first chunk is one frame, which temporal resampling does not change. Here it is as long as the other chunks, and the
+frame is its last. Frames before it are zero wherever a layer looks back, as upstream's padding is.
 """
 
 import contextvars
@@ -28,15 +28,15 @@ from .autoencoder_kl_wan import (
 from .vae_maps_flax import Maps
 
 
-FRAMES = 4  # of the video, to one of the latents after the first
+FRAMES = 4  # of the video, per latent frame after the first
 HISTORY = 2  # frames that a convolution looks back
 
-# Of the chunk that is computed, a traced scalar.
+# The number of the current chunk, a traced scalar.
 _number = contextvars.ContextVar("diffusers_tpu_wan_chunk", default=None)
 
 
 def _only_the_frame(x):
-    """x [B, C, T, H, W], of the first chunk with zeros in place of what is before its frame, the last one."""
+    """x [B, C, T, H, W]; in the first chunk all frames but the last are zeros."""
     if _number.get() is None or x.ndim != 5 or x.shape[2] == 1:
         return x
     return torch.where((_number.get() > 0) | _is_last(x.shape[2]), x, 0)
@@ -47,7 +47,7 @@ def _is_last(frames):
 
 
 def _or_the_frame(resampled, x):
-    """What became of x's frames; in the first chunk its last one as it is, zeros before it."""
+    """`resampled`, x's frames; in the first chunk zeros, and then x's last frame unchanged."""
     return torch.where(_number.get() > 0, resampled, torch.where(_is_last(resampled.shape[2]), x[:, :, -1:], 0))
 
 
@@ -57,12 +57,12 @@ def _upsample(upsample, x):
 
 
 def _activation(silu, x):
-    """As upstream's, for what a convolution looks back at comes out of it."""
+    """As upstream's, with zeros before the video's first frame, as convolutions look back at this output."""
     return _only_the_frame(type(silu).forward(silu, x))
 
 
 def _residual(block, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream's signature
-    """As upstream's: two convolutions beside a shortcut."""
+    """As upstream's: two convolutions plus a shortcut."""
     if feat_cache is None or _number.get() is None or {type(block.conv1), type(block.conv2)} != {WanCausalConv3d}:
         return type(block).forward(block, x, feat_cache, feat_idx)
     shortcut = block.conv_shortcut(x)
@@ -72,7 +72,7 @@ def _residual(block, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream'
 
 
 def _looking_back(conv, x, feat_cache, feat_idx, shortcut=None):
-    """The convolution of x, three taps each way, behind what came before it, beside a shortcut."""
+    """The convolution of the kept frames and x, three taps each way, plus a shortcut."""
     from ...tpu.compile.tracing import behind, keeping_last
 
     slot = feat_idx[0]
@@ -93,7 +93,7 @@ def _average_down(shortcut, x):
 
 
 def _resample(resample, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream's signature
-    """As upstream's: doubles or halves the frames, but for the first, and the map."""
+    """As upstream's: doubles or halves the map and, in the modes "...3d", the frames but the first."""
 
     def in_space(x):
         from ...tpu.compile.tracing import doubled
@@ -119,12 +119,12 @@ def _resample(resample, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstre
     doubled = resample.time_conv(x, before).reshape(batch, 2, channels, frames, height, width)
     doubled = doubled.permute(0, 2, 3, 1, 4, 5).reshape(batch, channels, 2 * frames, height, width)
     kept = torch.cat([before, x], 2)[:, :, -HISTORY:]
-    feat_cache[slot] = torch.where(_number.get() > 0, kept, 0)  # the first frame is no history to it
+    feat_cache[slot] = torch.where(_number.get() > 0, kept, 0)  # the first frame is not kept
     return in_space(_or_the_frame(doubled, x))
 
 
 class WanMaps(Maps):
-    """Of Wan's VAE, and of those that have its layers."""
+    """For Wan's VAE, and those with its layers."""
 
     def decode(self, vae, z):
         from ...tpu.compile.tracing import scan_chunks
@@ -137,7 +137,7 @@ class WanMaps(Maps):
         return scan_chunks(step, vae.post_quant_conv(z), 1, vae._cached_conv_counts["decoder"])
 
     def encode(self, vae, x):
-        """Frames after the last whole four are left out."""
+        """Frames after the last complete group of four are left out."""
         from ...tpu.compile.tracing import scan_chunks
 
         def step(frames, cache, number):
@@ -149,7 +149,7 @@ class WanMaps(Maps):
 
     @staticmethod
     def tiling(vae, height, width, encode=False):
-        """Upstream's tiles, the same for every form of this VAE."""
+        """Upstream's tiles; the VAE without torch uses them too."""
         return Tiling.by_strides(vae, (height, width), _patch(vae), encode)
 
     def ratio(self, vae):
@@ -163,7 +163,7 @@ class WanMaps(Maps):
         return super().output(vae, sample, tiled, return_dict)
 
     def plan_of(self, vae: type, resample: type, upsample: type, methods: dict = {}, **more) -> ModelPlan:
-        """The plan of a class, whose layers have these names."""
+        """The plan of a class whose layers are of these classes."""
         layers = {
             (resample, "forward"): _resample,
             (upsample, "forward"): _upsample,

@@ -4,8 +4,8 @@
     latents = vae.encode(video).mode()      # video [B, F, H, W, 3] in [-1, 1]
     video = vae.decode(latents)
 
-The loop over frames is one scan; the rest is what such VAEs share (`vae_nnx_flax`). A caller that needs latents normalised
-uses `config.latents_mean` and `config.latents_std`. The first chunk is as long as the others, as in `autoencoder_kl_wan_flax`.
+The loop over frames is one scan; code that such VAEs share is in `vae_nnx_flax`. A caller that needs normalised latents uses
+`config.latents_mean` and `config.latents_std`. The first chunk is as long as the others, as in `autoencoder_kl_wan_flax`.
 """
 
 import jax
@@ -28,13 +28,13 @@ NAMES = (  # from a weight's path to its name in upstream's files
 
 
 class Chunk(layers.Chunk):
-    """One chunk of frames, the first of one frame, its last."""
+    """One chunk of frames. The first has one frame, its last, with zeros before it."""
 
     def causal_pad(self, x: Map, frames: int = HISTORY) -> Map:
         return super().causal_pad(self.only_the_frame(x), frames)
 
     def only_the_frame(self, x: Map) -> Map:
-        """x; in the first chunk with zeros in place of what is before its frame, the last one."""
+        """x; in the first chunk all frames but the last are zeros."""
         if self.number is None or x.shape[1] == 1:
             return x
         return jnp.where((self.number > 0) | _is_last(x.shape[1]), x, 0)
@@ -44,7 +44,7 @@ class Chunk(layers.Chunk):
         return jnp.where(self.number > 0, x, 0)
 
     def or_the_frame(self, resampled: Map, x: Map) -> Map:
-        """What became of x's frames; in the first chunk its last one as it is, zeros before it."""
+        """`resampled`, x's frames; in the first chunk zeros, and then x's last frame unchanged."""
         return jnp.where(self.number > 0, resampled, jnp.where(_is_last(resampled.shape[1]), x[:, -1:], 0))
 
 
@@ -69,10 +69,10 @@ class AttentionBlock(nnx.Module):
 
 
 class Resample(nnx.Module):
-    """Doubles or halves height and width, and with `mode` "...3d" the frames, but for the video's first.
+    """Doubles or halves height and width and, with `mode` "...3d", the frames but the video's first.
 
     Args:
-        features: of the result.
+        features: channels of the result.
         mode: "upsample2d", "upsample3d", "downsample2d" or "downsample3d".
     """
 
@@ -94,7 +94,7 @@ class Resample(nnx.Module):
         return chunk.or_the_frame(self.time_conv(chunk.causal_pad(x, 1)), x) if in_time else x
 
     def _doubled(self, x: Map, chunk: Chunk) -> Map:
-        """Two frames of each one; the video's first frame is no history to the others."""
+        """Two frames from each one; the video's first frame is no history for the others."""
         batch, frames, *space, channels = x.shape
         y = self.time_conv(chunk.causal_pad(chunk.unless_first(x)))
         y = jnp.moveaxis(y.reshape(batch, frames, *space, 2, channels), 4, 2)
@@ -120,7 +120,7 @@ def duplicate_up(x: Map, features: int, time: int, space: int, chunk: Chunk) -> 
 
 
 class ResidualDownBlock(nnx.Module):
-    """Wan 2.2's: residual blocks and halving, beside `average_down`. `mode` None: no halving."""
+    """Wan 2.2's: residual blocks and halving, plus `average_down`. `mode` None: no halving."""
 
     def __init__(self, channels: int, features: int, blocks: int, mode: str | None, **how):
         sizes = [channels, *(features,) * blocks]
@@ -136,7 +136,7 @@ class ResidualDownBlock(nnx.Module):
 
 
 class UpBlock(nnx.Module):
-    """Residual blocks and doubling (`mode` None: no doubling); Wan 2.2's, `residual`, beside `duplicate_up`."""
+    """Residual blocks and doubling (`mode` None: no doubling); in Wan 2.2, `residual`, plus `duplicate_up`."""
 
     def __init__(self, channels: int, features: int, blocks: int, mode: str | None, residual: bool, **how):
         sizes = [channels, *(features,) * (blocks + 1)]
@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
         self.mid_block = MidBlock(dims[0], AttentionBlock, **how)
         self.up_blocks = nnx.List([])
         for level, (channels, features) in enumerate(zip(dims, dims[1:])):
-            halved = level > 0 and not config.is_residual  # by the doubling before
+            halved = level > 0 and not config.is_residual  # by the previous doubling
             mode = None if level == last else "upsample3d" if in_time[level] else "upsample2d"
             channels = channels // 2 if halved else channels
             self.up_blocks.append(UpBlock(channels, features, config.num_res_blocks, mode, config.is_residual, **how))
@@ -218,8 +218,8 @@ class Decoder(nnx.Module):
 class FlaxAutoencoderKLWan(VideoAutoencoder):
     """Both generations of Wan's VAE: 2.1, and 2.2 with its residual blocks and patches.
 
-    Frames of a video [B, F, H, W, 3] after the last whole four are left out, as upstream does; latents [B, f, h, w, C] are
-    decoded to 4 f - 3 frames in [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config that cannot be.
+    Frames of a video [B, F, H, W, 3] after the last complete group of four are left out, as upstream does. Latents [B, f, h, w, C]
+    are decoded to 4 f - 3 frames in [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config that is not supported.
     """
 
     upstream, names, tiling = AutoencoderKLWan, NAMES, tiling
@@ -250,7 +250,7 @@ class FlaxAutoencoderKLWan(VideoAutoencoder):
         tile_sample_stride_height: int | None = None,
         tile_sample_stride_width: int | None = None,
     ):
-        """Larger maps go in overlapping tiles, which the chips share; sizes and strides in pixels, None: as they are.
+        """Larger maps are computed in overlapping tiles, which the chips share. Sizes and strides are in pixels; None: unchanged.
 
         Raises ValueError for a stride that is less than a latent or more than its tile.
         """
@@ -285,7 +285,7 @@ class FlaxAutoencoderKLWan(VideoAutoencoder):
 
 
 def _to_patches(x: Video, patch: int) -> jax.Array:
-    """[B, F, H, W, C] -> [B, F, H / p, W / p, C p p]: of each channel's patch column by column, upstream's order."""
+    """[B, F, H, W, C] -> [B, F, H / p, W / p, C p p]: each channel's patch column by column, as upstream orders it."""
     batch, frames, height, width, channels = x.shape
     x = x.reshape(batch, frames, height // patch, patch, width // patch, patch, channels)
     return x.transpose(0, 1, 2, 4, 6, 5, 3).reshape(batch, frames, height // patch, width // patch, -1)

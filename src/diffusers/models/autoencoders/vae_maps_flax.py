@@ -1,7 +1,7 @@
-"""What VAEs on TPU share: maps that are split over their width, or computed in the tiles that upstream cuts.
+"""Shared by VAEs on TPU: maps are sharded over their width, or computed in upstream's tiles.
 
-A whole map lies over the chips, each with its neighbours' edge columns (`tracing.shard_width`). With tiling on, the equal tiles of
-a larger map are one mapped program, which chips share (`tracing.in_tiles`).
+A whole map is sharded over the chips, with halos of their neighbours' columns (`tracing.shard_width`). With tiling on, the equal
+tiles of a larger map are one mapped program, which chips share (`tracing.in_tiles`).
 """
 
 import functools
@@ -14,9 +14,9 @@ from .vae import DecoderOutput
 
 
 class Maps:
-    """Upstream's `_decode`, `_encode` and their tiled forms. A model's own class says what becomes of a map, and its tiles.
+    """Replaces upstream's `_decode`, `_encode` and their tiled forms. A model's subclass computes a map and defines its tiles.
 
-    `decode` and `encode` get all of a map [B, C, (T,) H, W], a shard or a tile: latents, or a video in its patches.
+    `decode` and `encode` get a map [B, C, (T,) H, W], or a shard or tile of one: latents, or a video in its patches.
     """
 
     tiled_encode = "tiled_encode"  # upstream's name of that method
@@ -32,11 +32,11 @@ class Maps:
         raise NotImplementedError
 
     def ratio(self, vae) -> int:
-        """Columns of the video, in its patches, to one of the latents."""
+        """Columns of the video, in its patches, per column of the latents."""
         return spatial_ratio(vae)
 
     def takes(self, vae, x, encode: bool) -> bool:
-        """Whether these methods stand for upstream's lines, for this module and map."""
+        """Whether these methods replace upstream's for this module and map."""
         return True
 
     def patched(self, vae, x):
@@ -44,11 +44,11 @@ class Maps:
         return x
 
     def output(self, vae, sample, tiled: bool, return_dict: bool = True):
-        """What upstream returns of a decoded video in its patches."""
+        """What upstream returns for a decoded video, given in its patches."""
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     def plan(self, vae: type, methods: dict = {}, **more) -> ModelPlan:
-        """The plan of a class; `methods` of its layers, and `more`, as `ModelPlan` has them."""
+        """The plan of a class. `methods`: of its layers; `more`: other fields of `ModelPlan`."""
         own = {
             "_decode": self._method("_decode", self._decode),
             "_encode": self._method("_encode", self._encode),
@@ -98,12 +98,12 @@ class Maps:
 
 
 def spatial_ratio(vae) -> int:
-    """Pixels to one of the latents, of a VAE each of whose levels but the last halves the map."""
+    """Pixels per latent, of a VAE in which each level but the last halves the map."""
     return 2 ** (len(vae.config.block_out_channels) - 1)
 
 
 def overlapping_tiles(vae, factors: tuple[float, float], ratio: int, height: int, width: int, encode: bool) -> Tiling:
-    """As `Maps.tiling`, of a VAE whose tiles overlap by shares `factors` of them. `ratio`: pixels to one of the latents."""
+    """As `Maps.tiling`, of a VAE whose tiles overlap by the shares `factors`. `ratio`: pixels per latent."""
     video = vae.tile_sample_min_height, vae.tile_sample_min_width
     latents = vae.tile_latent_min_height, vae.tile_latent_min_width
     if encode:

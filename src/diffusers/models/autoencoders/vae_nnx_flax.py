@@ -1,7 +1,7 @@
 """The class of video VAEs in Flax NNX, `VideoAutoencoder`: from upstream's config and files, with its results.
 
-One program per shape and settings: each chip computes a shard of the width with a halo of its neighbours' columns, prompts lie
-over `dp`. Latents are the model's own, as upstream's: the config has the figures that normalise them.
+One program per shape and settings: each chip computes a shard of the width with a halo of its neighbours' columns, and prompts
+are sharded over `dp`. Latents are not normalised, as upstream's; the config has the figures for that.
 """
 
 import functools
@@ -38,7 +38,7 @@ HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DiagonalGaussian:
-    """What a video is encoded to: `parameters` [B, f, h, w, 2 C], means and then logarithms of variances."""
+    """The latents' distribution of a video: `parameters` [B, f, h, w, 2 C], means and then logarithms of variances."""
 
     parameters: jax.Array
 
@@ -63,24 +63,24 @@ class DiagonalGaussian:
 
 
 class VideoAutoencoder(nnx.Module):
-    """A VAE of videos. A model's own class makes `encoder` and `decoder`; its `_encode_map` and `_decode_map` say what becomes of a map.
+    """A VAE of videos. A model's subclass makes `encoder` and `decoder`; its `_encode_map` and `_decode_map` compute a map.
 
     Args:
-        config: as in upstream's config.json; what is left out is upstream's default.
+        config: as in upstream's config.json; keys that it lacks have upstream's default.
         dtype: of weights and activations, float32 or bfloat16. Sums of products are float32.
         mesh: of chips, with the axes dp, sp, tp, or these three degrees. None: all chips of the TPU path, else JAX's first device.
         convolution_precision: as `TPUConfig`'s.
-        rngs: of a model's class, for weights from scratch.
+        rngs: of a model's subclass, for random weights.
 
     Attributes:
         upstream: the class whose config and weights it takes.
         names: from a weight's path to its name in upstream's files, as `torch_name` takes them.
-        spatial_compression_ratio, temporal_compression_ratio: pixels and, after the first, frames to one of the latents.
+        spatial_compression_ratio, temporal_compression_ratio: pixels and, after the first, frames per latent.
         in_multiples: heights and widths of a video, and of its tiles, are multiples of the ratio.
         tiling: (the VAE, height, width, encode) -> `Tiling`, of latents of this size; to `encode`, of a video in its patches.
         patch: pixels of a patch's side.
 
-    Raises ValueError for a config, dtype, mesh or precision that cannot be.
+    Raises ValueError for a config, dtype, mesh or precision that is not supported.
     """
 
     upstream: ClassVar[type]
@@ -107,7 +107,7 @@ class VideoAutoencoder(nnx.Module):
 
     @classmethod
     def abstract(cls, config: dict, **settings) -> Self:
-        """The module with shapes in place of weights, as they would lie on the mesh. `settings` as for the class."""
+        """The module with shapes in place of weights, with their shardings on the mesh. `settings` as for the class."""
         vae = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **settings))
 
         def placed(weight):
@@ -125,12 +125,12 @@ class VideoAutoencoder(nnx.Module):
 
         Args:
             dtype, mesh, and of `others` convolution_precision: as for the class.
-            variant: of the files' names; `others`: those of `HUB`; as upstream's.
+            variant, and of `others` those of `HUB`: as upstream's.
 
         Raises:
-            ValueError: a config of another model; weights that are missing, not known or of other shapes; a broken file.
+            ValueError: a config of another model; weights that are missing, unknown or of other shapes; a broken file.
             OSError: no such directory, repository or file.
-            TypeError: an argument that is not known.
+            TypeError: an unknown argument.
         """
         hub = {name: others.pop(name) for name in HUB if name in others}
         if unknown := others.keys() - {"convolution_precision"}:
@@ -150,31 +150,31 @@ class VideoAutoencoder(nnx.Module):
         self.use_tiling = False
 
     def enable_slicing(self):
-        """The videos of a batch go one after another."""
+        """Compute the videos of a batch one after another."""
         self.use_slicing = True
 
     def disable_slicing(self):
         self.use_slicing = False
 
     def encode(self, video: Video) -> DiagonalGaussian:
-        """The latents' distribution of videos in [-1, 1]. Raises ValueError for a shape, or tiles, that the model cannot take."""
+        """The latents' distribution of videos in [-1, 1]. Raises ValueError for a shape or tiles that are not supported."""
         self._check("video", video, self.video_channels)
         self._check_video(*video.shape[1:4])
         return DiagonalGaussian(self._run("_encode", video))
 
     def decode(self, latents: Latents) -> Video:
-        """Videos of latents: one frame of the first, several of each other. Raises ValueError as `encode`."""
+        """Videos of latents: the first latent frame gives one frame, each other one several. Raises ValueError as `encode`."""
         self._check("latents", latents, self.latent_channels)
         return self._run("_decode", latents)
 
     def lower(self, entry: str, shape: tuple[int, ...]) -> jax.stages.Lowered:
-        """The program of `entry`, "encode" or "decode", for an input of this shape; an abstract module will do."""
+        """The program of `entry`, "encode" or "decode", for an input of this shape; an abstract module suffices."""
         graphdef, state = nnx.split(self)
         x = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._spread(shape))
         return _program.lower(graphdef, state, x, f"_{entry}")
 
     def traceable(self, entry: str) -> tuple[nnx.State, Callable[[nnx.State, jax.Array], jax.Array]]:
-        """(its weights, a function of weights and input that is the program of `entry`, to be traced anew)."""
+        """(the weights, a function of weights and input that traces the program of `entry` anew)."""
         graphdef, state = nnx.split(self)
         return state, lambda state, x: _program.__wrapped__(graphdef, state, x, f"_{entry}")
 
@@ -184,7 +184,7 @@ class VideoAutoencoder(nnx.Module):
             raise ValueError(f"expected {name} {wanted}, got {list(x.shape)}")
 
     def _check_video(self, frames: int, height: int, width: int):
-        """Raises ValueError for a size that the model cannot take."""
+        """Raises ValueError for a size that the model does not support."""
         ratio = self.spatial_compression_ratio
         if min(height, width) < ratio or (self.in_multiples and (height % ratio or width % ratio)):
             multiples = "multiples of" if self.in_multiples else "at least"
@@ -199,11 +199,11 @@ class VideoAutoencoder(nnx.Module):
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
 
     def _spread(self, shape: tuple[int, ...]):
-        """An input's width over all chips where they divide it."""
+        """The sharding of an input: its width over all chips if they divide it."""
         return NamedSharding(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
 
     def _decode(self, z: Latents) -> jax.Array:
-        """A map of latents in tiles where they are on and it is larger, else a shard a chip."""
+        """Decodes latents in tiles if tiling is on and they are larger than a tile, else one shard per chip."""
         tiling = self.tiling(*z.shape[2:4])
         if self.use_tiling and tiling.cuts(*z.shape[2:4]):
             return in_tiles(self._decode_map, z, tiling, axis=3)
@@ -218,7 +218,7 @@ class VideoAutoencoder(nnx.Module):
         return shard_width(self._encode_map, x, self.spatial_compression_ratio // self.patch, axis=3)
 
     def _check_tiles(self, size: tuple[int, int], tiling: Tiling):
-        """The last tiles of a video are what its strides leave."""
+        """Raises ValueError for tiles that the model does not support, also the last ones, which may be smaller."""
         patch, ratio = self.patch, self.spatial_compression_ratio // self.patch
         rests = [(length - 1) % stride + 1 for length, stride in zip(size, tiling.strides)]
         if min(rests) < ratio or (self.in_multiples and any(n % ratio for n in (*rests, *tiling.sizes))):
@@ -231,7 +231,7 @@ class VideoAutoencoder(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _program(graphdef, state, x: jax.Array, entry: str) -> jax.Array:
-    """What is compiled, once for modules that are alike."""
+    """The compiled function; equal modules share a program."""
     vae = nnx.merge(graphdef, state)
     device = vae.mesh.devices.flat[0]
     chip = {"platform": device.platform, "generation": generation_of(device)}

@@ -1,7 +1,7 @@
 """Layers of video VAEs in Flax NNX, channels last: maps are [B, T, H, W, C], kernels [T, H, W, I, O].
 
-A weight's path is its name in upstream's files, but for a model's rules (`weights.torch_name`). Time is passed chunk by chunk
-(`in_chunks`), the width may lie over chips: what looks back asks its `Chunk`, what looks sideways asks `halo_shards()`.
+A weight's path is its name in upstream's files after a model's rules (`vae_nnx_weights_flax.torch_name`). Frames come in chunks
+(`in_chunks`), the width may be sharded: layers get earlier frames from a `Chunk`, neighbouring columns from `halo_shards()`.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ NORM_EPS = 1e-12  # of torch's `normalize`
 
 
 class Chunk:
-    """One chunk of frames on its way through the layers. A model's own says what comes before the first frame.
+    """One chunk of frames that passes through the layers. A model's subclass defines what comes before the first frame.
 
     Args:
-        number: of the chunk, a traced scalar; None for frames that are all there are.
-        kept: what the layers kept of the chunk before, in the order of their calls; `keeps` is the same of this chunk.
+        number: of the chunk, a traced scalar; None if it has all frames of the video.
+        kept: what the layers kept of the previous chunk, in the order of their calls; `keeps`: the same of this chunk.
     """
 
     def __init__(self, number: jax.Array | None, kept: list[jax.Array]):
@@ -37,23 +37,23 @@ class Chunk:
         self._kept = iter(kept)
 
     def causal_pad(self, x: Map, frames: int = HISTORY) -> Map:
-        """x with so many frames before it: the last ones of the chunk before."""
+        """x after the last `frames` frames of the previous chunk."""
         x = self.behind(x, frames, self.kept())
         self.keeps.append(x[:, -frames:])
         return x
 
     def kept(self):
-        """What the caller kept of the chunk before, None if there was none: asked for once, in the order of calls."""
+        """What the calling layer kept of the previous chunk, None without one. Each layer calls it once, in the same order."""
         return next(self._kept, None)
 
     def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
-        """x with so many frames before it: what was `kept`, zeros before the first."""
+        """x after `frames` frames: those `kept`, or zeros before the first."""
         before = jnp.zeros_like(x, shape=(x.shape[0], frames, *x.shape[2:])) if kept is None else kept
         return jnp.concatenate([before, x], 1)
 
 
 def in_chunks(layers: Callable, x: Map, size: int, chunk: type[Chunk] = Chunk, batches: bool = False) -> Map:
-    """`layers` (map, chunk) of chunks of `size` frames: `scan_chunks`, or `scan_batches`, whose errors it raises."""
+    """Applies `layers` (map, chunk) to chunks of `size` frames by `scan_chunks`, or `scan_batches`; raises as they do."""
 
     def step(frames, kept, number=None):
         this = chunk(number, kept or [])
@@ -63,7 +63,7 @@ def in_chunks(layers: Callable, x: Map, size: int, chunk: type[Chunk] = Chunk, b
 
 
 def one_after_another(call: Callable, parts: list, x: Map, chunk: Chunk) -> Map:
-    """Parts that are alike, modules or tuples of them, one after another, as a scan. `call`: (part, x, chunk) -> a map as x."""
+    """Applies equal parts, modules or tuples of them, one after another, as a scan. `call`: (part, x, chunk) -> a map as x."""
     graphdef, states = nnx.split(parts[0])[0], [nnx.split(part)[1] for part in parts]
 
     def one(x, state_and_kept):
@@ -80,7 +80,7 @@ def one_after_another(call: Callable, parts: list, x: Map, chunk: Chunk) -> Map:
 class Conv(nnx.Module):
     """A convolution, summed in float32 with its bias and rounded once. Time is not padded.
 
-    Height and width are padded by half the kernel, with zeros or the map's `repeated` edge; of stride 2 only below and right.
+    Height and width are padded by half the kernel, with zeros or the map's `repeated` edge; for stride 2 only below and right.
     """
 
     def __init__(self, channels: int, features: int, size=(3, 3, 3), stride=(1, 1, 1), *, repeated=False, dtype, rngs):
@@ -110,7 +110,7 @@ class Conv(nnx.Module):
         return (y + b).astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])
 
     def doubled(self, x: Map) -> Map:
-        """The same of frames each of whose positions has become four; of a kernel [1, 3, 3] with zeros around the map."""
+        """The convolution of x with height and width doubled by repetition, for a kernel [1, 3, 3] padded with zeros."""
         padded = halo_shards().with_neighbours(x, 1, 1, axis=3)
         y = doubled_by_lines(padded.transpose(0, 3, 1, 2, 4), self.kernel[0].swapaxes(0, 1), self.bias[...])
         return y.transpose(0, 2, 3, 1, 4)
@@ -134,7 +134,7 @@ def silu(x: Map) -> Map:
 
 
 class ResidualBlock(nnx.Module):
-    """Norm, SiLU and convolution, twice, beside a shortcut. `how`: of its convolutions."""
+    """Norm, SiLU and convolution, twice, plus a shortcut. `how`: arguments of its convolutions."""
 
     def __init__(self, channels: int, features: int, **how):
         self.norm1 = RMSNorm(channels, dtype=how["dtype"])
@@ -150,7 +150,7 @@ class ResidualBlock(nnx.Module):
 
 
 class Level(nnx.Module):
-    """Residual blocks at one size, each `make`(channels, features), and the module that resamples what they give, if any."""
+    """Residual blocks at one size, each `make`(channels, features), and a resampling module, if any."""
 
     def __init__(self, make: Callable, channels: int, features: int, blocks: int, resampler: nnx.Module | None):
         sizes = [channels, *(features,) * blocks]

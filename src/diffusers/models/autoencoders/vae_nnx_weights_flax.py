@@ -20,7 +20,7 @@ SHOWN = 8  # names in a message
 
 
 class Config(FrozenDict):
-    """Upstream's config, with a hash: it is part of what a module is compiled for."""
+    """Upstream's config with a hash, as it is a part of the cache key of a module's programs."""
 
     def __hash__(self):
         return hash(json.dumps(self, sort_keys=True))
@@ -29,7 +29,7 @@ class Config(FrozenDict):
 def whole_config(upstream: type, config: dict) -> Config:
     """The config with the defaults of upstream's class, its sequences as lists.
 
-    Raises ValueError for a key that upstream does not know, and for the config of another class.
+    Raises ValueError for an unknown key, and for the config of another class.
     """
     known = {name: p.default for name, p in inspect.signature(upstream.__init__).parameters.items() if name != "self"}
     name = config.get("_class_name", upstream.__name__)
@@ -44,7 +44,7 @@ def whole_config(upstream: type, config: dict) -> Config:
 def open_files(upstream: type, path, subfolder: str | None, variant: str | None, hub: dict) -> tuple[dict, dict]:
     """(config, tensors by name, mapped and not read) of a directory or of a hub's repository, as upstream's class saves them.
 
-    Raises ValueError for a file that is no safetensors file, OSError for what is not there.
+    Raises ValueError for a file that is no safetensors file, OSError for a missing one.
     """
     path = str(path)
     if os.path.isdir(path):
@@ -78,7 +78,7 @@ def _files(path: str, subfolder: str | None, variant: str | None, hub: dict) -> 
 
 
 def torch_name(path: tuple, names: tuple[tuple[str, str], ...]) -> str:
-    """The name in upstream's files of the weight at this path of a module, by rules (pattern, replacement), all of them in turn."""
+    """The name in upstream's files of the weight at this path of a module: all rules (pattern, replacement) applied in turn."""
     name = ".".join(map(str, path))
     for pattern, replacement in names:
         name = re.sub(pattern, replacement, name)
@@ -86,9 +86,9 @@ def torch_name(path: tuple, names: tuple[tuple[str, str], ...]) -> str:
 
 
 def load_weights(vae: nnx.Module, names: tuple[tuple[str, str], ...], tensors: dict, source: str) -> nnx.Module:
-    """The abstract module with these weights by name, each placed as its shape says. `names`: as of `torch_name`.
+    """The abstract module, filled with these weights by name, each with its shape's sharding. `names`: the rules of `torch_name`.
 
-    Raises ValueError for names that are missing or not known, and for shapes that differ, before anything is placed.
+    Raises ValueError for missing or unknown names, and for shapes that differ, before anything is placed.
     """
     state = [(path, torch_name(path, names), v.get_value()) for path, v in nnx.to_flat_state(nnx.state(vae))]
     wanted = {name: value for _, name, value in state}
@@ -115,9 +115,9 @@ def _listed(names: list[str]) -> str:
 
 
 def _misfit(name: str, wanted: jax.ShapeDtypeStruct, tensor: torch.Tensor) -> str | None:
-    """In words, where a tensor does not have the shape, in torch's order, of what it is to become."""
+    """A text if the tensor's shape, in torch's order, does not fit the wanted one; else None."""
     shape = wanted.shape
-    if len(shape) == 5:  # a convolution of maps has no time
+    if len(shape) == 5:  # upstream's convolution of images has no time axis
         time, height, width, channels, features = shape
         fits = [(features, channels, time, height, width)] + [(features, channels, height, width)] * (time == 1)
     else:

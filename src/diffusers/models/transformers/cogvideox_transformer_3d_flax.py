@@ -1,8 +1,8 @@
-"""CogVideoX's transformer on TPU: where its weights lie, and blocks whose two streams are never one.
+"""CogVideoX's transformer on TPU: its sharding, and blocks whose two streams are never concatenated.
 
-Latents are split over the sequence, text is whole on every chip; both go through the same weights. Projections and the first
-layer of a feed-forward split their outputs over `tp`, those after them their inputs; the other axis of each is storage over
-`dp` and `sp`, gathered block by block. Upstream concatenates the streams for attention and again for the feed-forward; here
+Latents are sharded over the sequence, text is replicated; both use the same weights. Projections and the first layer of a
+feed-forward shard their outputs over `tp`, the layers after them their inputs. The other axis of each weight is stored over
+`dp` and `sp` and gathered block by block. Upstream concatenates the streams for attention and again for the feed-forward; here
 each token's layers are computed in its own stream (see two_streams_flax.py).
 """
 
@@ -14,7 +14,7 @@ from .two_streams_flax import LATENTS, TEXT, TwoStreamProcessor
 
 
 class CogVideoXProcessor(TwoStreamProcessor):
-    """Rotation is of the latents alone."""
+    """Only the latents are rotated."""
 
     masks_words = False
 

@@ -1,22 +1,22 @@
-"""Texts that pipelines give as long as they are, filled up with padding, which is masked: prompts that differ in length by little have one
-program, and the two calls of a guided step are alike, so that they can run side by side."""
+"""Pads texts to a multiple of `WORDS`, with the padding masked. Prompts of similar lengths then share a program, and the two calls
+of a guided step have equal shapes, so that they can be batched."""
 
 import torch
 
 from ...tpu.compile.call import asked_once
 
 
-WORDS = 128  # a text's length is a multiple of
+WORDS = 128  # a padded text's length is a multiple of it
 
 
 def filled_up(tensor: torch.Tensor) -> torch.Tensor:
-    """[B, L, ...] with zeros behind, if any."""
+    """[B, L, ...] padded with zeros to a multiple of `WORDS`."""
     return _with_zeros(tensor) if tensor.shape[1] % WORDS else tensor
 
 
 @asked_once
 def all_words(text: torch.Tensor) -> torch.Tensor:
-    """Of a text [B, L, C] before it is filled up a mask [B, L] of what is filled up: ones for its words."""
+    """The padded mask of a text [B, L, C] that is not padded yet: ones for its words, zeros for padding."""
     return filled_up(text.new_ones(text.shape[:2], dtype=torch.long))
 
 

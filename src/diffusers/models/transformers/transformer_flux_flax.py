@@ -1,7 +1,7 @@
-"""FLUX.1's transformer on TPU: two streams (two_streams_flax.py), both rotated, by tables of text and then of images.
+"""FLUX.1's transformer on TPU: two streams (two_streams_flax.py), both rotated.
 
-Upstream puts text first and concatenates for attention, in single blocks for all layers. Images beside the latents (Kontext, Fill,
-Control) are latents like others. An IP-Adapter's attention, a mask, and a processor of the user's run as upstream has them.
+Upstream concatenates the streams, text first, for attention, and in single blocks for all layers. Additional images (Kontext, Fill,
+Control) are part of the latents. An IP-Adapter's attention, a mask, and a user's processor run upstream's code.
 """
 
 import torch
@@ -21,7 +21,7 @@ from .two_streams_flax import (
 
 
 class FluxProcessor(TwoStreamProcessor):
-    """Upstream's tables are of both streams."""
+    """Upstream's tables have rows for both streams, text first."""
 
     masks_words = False
 
@@ -36,7 +36,7 @@ class FluxProcessor(TwoStreamProcessor):
 
 
 def _single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
-    """As upstream's, each chip's part of both streams as one sequence, else stream by stream."""
+    """As upstream's: each chip's parts of both streams are one sequence if they can be, else stream by stream."""
     given = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     if not isinstance(block.attn.processor, FluxProcessor) or given.get("attention_mask") is not None:
         streams = hidden_states, encoder_hidden_states

@@ -1,5 +1,5 @@
-"""HiDream-I1's transformer on TPU. Upstream sorts tokens by expert and reads on the host how many each has; here every expert computes
-every token, weighted by zero where it was not chosen: before its last layer, so that chips add up their parts of all experts at once."""
+"""HiDream-I1's transformer on TPU. Upstream sorts tokens by expert and reads on the host how many each has. Here every expert
+computes every token, with weight zero if not chosen. Weights precede the last layer: chips sum the parts of all experts at once."""
 
 import torch.nn.functional as F
 
@@ -8,7 +8,7 @@ from .transformer_hidream_image import MOEFeedForwardSwiGLU
 
 
 def _of_experts(mixture, x):
-    """[B, T, C]"""
+    """The mixture's output for x [B, T, C]."""
     chosen, given, _ = mixture.gate(x)
     weights = given.new_zeros(len(given), len(mixture.experts)).scatter_add(1, chosen, given).view(*x.shape[:2], -1)
     parts = (F.silu(one.w1(x)) * one.w3(x) * weights[..., n : n + 1] for n, one in enumerate(mixture.experts))

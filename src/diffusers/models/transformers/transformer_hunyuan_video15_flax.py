@@ -1,6 +1,6 @@
-"""HunyuanVideo-1.5's transformer on TPU: HunyuanVideo's two streams, and what is decided before the trace.
+"""HunyuanVideo-1.5's transformer on TPU: HunyuanVideo's two streams, and an argument that is computed before the trace.
 
-Upstream's forward asks `torch.all(image_embeds == 0)`, a value that a trace does not have; it takes the answer as the
+Upstream's forward evaluates `torch.all(image_embeds == 0)`, which a trace cannot. The patched forward takes the value as the
 static argument `is_t2v`.
 """
 

@@ -1,7 +1,7 @@
-"""HunyuanVideo's transformer on TPU: blocks of two streams that are never one.
+"""HunyuanVideo's transformer on TPU: blocks of two streams that are never concatenated.
 
-Its streams are those of two_streams_flax.py; upstream's single blocks concatenate them. Where a model's first frame has a modulation
-of its own (image-to-video by token replacement), each token picks its modulation; nothing is cut out of the split sequence.
+Its streams are those of two_streams_flax.py; upstream's single blocks concatenate them. If the first frame has a modulation of its
+own (image-to-video by token replacement), each token selects its modulation, so that the sharded sequence is not sliced.
 """
 
 import torch
@@ -19,14 +19,14 @@ from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor, mod
 
 
 class HunyuanVideoProcessor(TwoStreamProcessor):
-    """Upstream's mask [B, 1, 1, T + L] is of latents and text; all latents take part."""
+    """Upstream's mask [B, 1, 1, T + L] covers latents and text; no latent is masked."""
 
     def seen(self, attention_mask, tokens: int):
         return attention_mask[:, 0, 0, tokens:]
 
 
 def tables_by_axis(embed, hidden_states):
-    """As upstream's cos and sin [T, D] of [B, C, F, H, W]: each axis' columns computed of its own places, not of all tokens."""
+    """As upstream's cos and sin [T, D] of [B, C, F, H, W]: each axis' columns are computed for its positions, not all tokens."""
     steps = embed.patch_size_t, embed.patch_size, embed.patch_size
     sizes = [size // step for size, step in zip(hidden_states.shape[2:], steps)]
     columns, parts = 0, []
@@ -51,7 +51,7 @@ def _single(block, hidden_states, encoder_hidden_states, temb, attention_mask=No
 def _replaced_double(
     block, hidden_states, encoder_hidden_states, temb, attention_mask=None, freqs_cis=None, replaced=None, first=None
 ):
-    """As upstream's, where the first frame's tokens have a modulation of their own."""
+    """As upstream's, for a first frame whose tokens have their own modulation."""
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _replaced(block.norm1, temb, replaced, first, hidden_states)
     text, *of_text = block.norm1_context(encoder_hidden_states, emb=temb)
     text_gate, text_shift, text_scale, text_gate_mlp = (x[:, None] for x in of_text)
@@ -69,7 +69,7 @@ def _replaced_double(
 
 
 def _replaced(norm, temb, replaced, first, tokens) -> tuple:
-    """The parts of `modulation`, of the `first` of these tokens those of `replaced`: each [B, T, C]."""
+    """The parts of `modulation`, each [B, T, C]: of `replaced` for the `first` tokens, of `temb` for the others."""
     place = torch.arange(tokens.shape[1], device=tokens.device)[None, :, None]
     own, others = (norm.linear(norm.silu(of))[:, None] for of in (replaced, temb))
     return parts_of(norm, torch.where(place < first, own, others))
@@ -79,7 +79,7 @@ ACTIVATION_SPEC = LATENTS, TEXT
 SINGLE = r"^single_transformer_blocks\..*\b"
 
 PLAN = ModelPlan(
-    # The last layer of these takes attention's answer and the feed-forward's side by side.
+    # `proj_out` takes the outputs of attention and feed-forward, concatenated.
     rules=(
         (SINGLE + r"(to_[qkv]|proj_mlp)\.weight$", P("tp", STORAGE_AXES)),
         (SINGLE + r"(to_[qkv]|proj_mlp)\.bias$", P("tp")),

@@ -1,7 +1,7 @@
 """Framepack's transformer on TPU: HunyuanVideo's blocks; padding of its text is masked, not cut off.
 
-Upstream cuts it off where the batch is one: at a length that is a value, which a trace does not have. It takes the static
-argument `mask_text`.
+Upstream cuts it off if the batch is one, at a length that depends on values, which a trace does not have. The patched forward
+takes the static argument `mask_text`.
 """
 
 import dataclasses

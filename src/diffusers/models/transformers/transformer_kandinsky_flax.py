@@ -1,6 +1,6 @@
-"""Kandinsky 5's transformer on TPU: its text filled up (filled_text_flax.py), norm and rotation of queries and keys in one pass.
+"""Kandinsky 5's transformer on TPU: its text is padded (filled_text_flax.py), norm and rotation of queries and keys are one pass.
 
-A mask of the words is an argument of its forward and of its blocks (patch 0016). Its layout is inferred.
+A mask of the words is an argument of its forward and of its blocks (patch 0016). Its sharding is inferred.
 """
 
 import torch
@@ -13,7 +13,7 @@ from .transformer_kandinsky import Kandinsky5AttnProcessor
 
 
 class KandinskyProcessor:
-    """Attention among latents, among words or of both; with sparse parameters it is upstream's processor's."""
+    """Self-attention of latents or of words, or cross-attention. With sparse parameters upstream's processor runs."""
 
     def __init__(self, upstream: Kandinsky5AttnProcessor):
         self.upstream = upstream
@@ -27,14 +27,14 @@ class KandinskyProcessor:
         sparse_params=None,
         attention_mask=None,
     ):
-        """As upstream's. `rotary_emb`: of each pair of entries a matrix, [B, T, 1, D / 2, 2, 2], alike for all samples."""
+        """As upstream's. `rotary_emb`: a matrix for each pair of entries, [B, T, 1, D / 2, 2, 2], the same for all samples."""
         from ..attention_dispatch_flax import normed_and_rotated
 
         if sparse_params is not None:
             return self.upstream(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = attn.to_query(hidden_states), attn.to_key(seen), attn.to_value(seen)
-        columns = () if rotary_emb is None else rotary_emb[:1, ..., 0].unbind(-1)  # of the matrices, cos and sin
+        columns = () if rotary_emb is None else rotary_emb[:1, ..., 0].unbind(-1)  # of each matrix cos and sin
         turns = [column.repeat_interleave(2, -1) for column in columns]
         query = normed_and_rotated(query, attn.query_norm, *turns)
         key = normed_and_rotated(key, attn.key_norm, *turns)
@@ -47,7 +47,7 @@ class KandinskyProcessor:
 
 
 def decide_text(arguments: dict) -> dict:
-    """A text [B, L, C] filled up, the places [L] of its words continued, and the mask [B, 1, 1, L] of those that were given."""
+    """The padded text [B, L, C], its positions [L] continued over the padding, and the mask [B, 1, 1, L] of its words."""
     text, places = arguments.get("encoder_hidden_states"), arguments.get("text_rope_pos")
     if text is None or places is None or arguments.get("encoder_attention_mask") is not None:
         return {}

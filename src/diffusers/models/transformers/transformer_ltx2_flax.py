@@ -1,6 +1,6 @@
-"""LTX-2's transformer on TPU: norm and rotation of queries and keys in one pass, also where chips of `tp` have parts of their channels.
+"""LTX-2's transformer on TPU: norm and rotation of queries and keys in one pass, also with their channels sharded over `tp`.
 
-The layout is inferred. Rotation is of all channels, not of a head, and has tables of each sample: cos and sin [B, T, C].
+The sharding is inferred. Rotation is over all channels, not over each head, with tables per sample: cos and sin [B, T, C].
 """
 
 import functools
@@ -10,12 +10,12 @@ from .transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProc
 
 
 class LTX2Processor:
-    """Upstream's processor, whose rotation of neighbours is its norms'."""
+    """Upstream's processor, with norms that also rotate pairs of neighbouring entries."""
 
     def __init__(self, upstream):
         self.upstream = upstream
 
-    @functools.wraps(LTX2AudioVideoAttnProcessor.__call__)  # upstream's attention gives what the signature names
+    @functools.wraps(LTX2AudioVideoAttnProcessor.__call__)  # upstream passes what the signature names
     def __call__(
         self,
         attn,
@@ -37,7 +37,7 @@ class LTX2Processor:
 
 
 class LTX2PerturbedProcessor(LTX2Processor):
-    """The same of attention that can be perturbed."""
+    """`LTX2Processor` for attention that can be perturbed."""
 
     @functools.wraps(LTX2PerturbedAttnProcessor.__call__)
     def __call__(self, *given, **named):

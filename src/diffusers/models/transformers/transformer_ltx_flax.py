@@ -1,7 +1,7 @@
-"""LTX-Video's transformer on TPU: where its weights lie, and its self-attention's rotation. The module is upstream's.
+"""LTX-Video's transformer on TPU: its sharding, and its self-attention's rotation. The module is upstream's.
 
-Weights lie and tokens are split as Wan's. Rotation is of all channels, not of a head: cos and sin [T, C], the same for every item of
-a batch unless a pipeline says where each item's tokens are (`video_coords`).
+Weights and tokens are sharded as Wan's. Rotation is over all channels, not over each head: cos and sin [T, C], the same for every
+item of a batch unless a pipeline gives each item's token positions (`video_coords`).
 """
 
 from ...tpu.chips.sharding import ModelPlan
@@ -27,7 +27,7 @@ class LTXProcessor:
 
 
 def _tables(embed, hidden_states, *args, **kwargs):
-    """As upstream's; of one item where all are alike."""
+    """As upstream's, for one item of the batch, unless `video_coords` have all items."""
     return type(embed).forward(embed, hidden_states[:1], *args, **kwargs)
 
 

@@ -1,7 +1,7 @@
-"""Mochi's transformer on TPU: padding of its text is masked in one joint attention, not taken out.
+"""Mochi's transformer on TPU: padding of its text is masked in one joint attention, not removed.
 
-Upstream takes it out prompt by prompt, by the places where its mask is true: a length that is a value, so each would have a
-program of its own. Masked, all lengths have one. The words' answers stand as upstream puts them: those of words first, in their order, then zeros.
+Upstream removes it prompt by prompt, where its mask is false. Each length would then need its own program; with a mask all
+lengths share one. The text's results are in upstream's order: those of words first, in their order, then zeros.
 """
 
 import torch
@@ -11,7 +11,7 @@ from ..attention_processor import MochiAttnProcessor2_0
 
 
 class MochiProcessor:
-    """As upstream's, for a mask [B, L] of words whose values are not known."""
+    """As upstream's, for a mask [B, L] of words whose values are not known in the trace."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb=None):
         from ..attention_dispatch_flax import joint_attention

@@ -1,7 +1,7 @@
 """Qwen-Image's transformer on TPU: two streams (two_streams_flax.py), both rotated, with padding of the text masked.
 
-Upstream's rotations are complex numbers in tables of 4096 places; here they are cos and sin [T, 2, D], an axis' columns put together
-of its own places. What the chips get of them are tables by axis, not by token. Texts are filled up (filled_text_flax.py).
+Upstream's rotations are complex numbers in tables of 4096 positions. Here they are cos and sin [T, 2, D], each axis' columns made
+from its own positions, so that the chips get tables per axis, not per token. Texts are padded (filled_text_flax.py).
 """
 
 import torch
@@ -18,7 +18,7 @@ from .two_streams_flax import LATENTS, TEXT, TwoStreamProcessor
 
 
 class QwenProcessor(TwoStreamProcessor):
-    """Upstream's mask [B, L] is of the text."""
+    """Upstream's mask [B, L] covers the text."""
 
     def tables(self, rotary, words: int):
         return ((), ()) if rotary is None else tuple(table.unbind(1) for table in rotary)
@@ -41,7 +41,7 @@ class QwenProcessor(TwoStreamProcessor):
 
 
 def decide_text(arguments: dict) -> dict:
-    """Texts [B, L, C] filled up, and a mask of the true words, of as many as there are if none is given."""
+    """The padded texts [B, L, C], and the padded mask of true words; without a mask all words are true."""
     text, mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_hidden_states_mask")
     if text is None:
         return {}
@@ -50,12 +50,12 @@ def decide_text(arguments: dict) -> dict:
 
 
 def _wide(turns):
-    """Cos and sin [T, 2, D] of complex numbers [T, D / 2] on the host: each value where each of its pair is."""
+    """Cos and sin [T, 2, D] of complex numbers [T, D / 2] on the host, each value repeated for both entries of its pair."""
     return torch.stack([turns.real, turns.imag], 1).repeat_interleave(2, 2)
 
 
 def _by_axis(method: str):
-    """The method of an embedding that gives a turn to each place of an image: of places (frames, height, width) and what else."""
+    """Replaces an embedding's `method` for the rotations of a grid (frames, height, width); computes them axis by axis."""
 
     def run(embed, *given):
         *sizes, device = given  # upstream's calls name none of them
@@ -72,18 +72,18 @@ def _by_axis(method: str):
 
 
 def _of_places(embed, device):
-    """Tables of places from 0, and of those before it, as `_wide`: on the host, for the chips get the text's rows of them."""
+    """Tables of the positions from 0, and of negative ones, by `_wide`. They stay on the host; the chips get the text's rows."""
     return _wide(embed.pos_freqs), _wide(embed.neg_freqs)
 
 
 def _tables(embed, *args, **kwargs):
-    """As upstream's: of the latents [T, 2, D], and of the text [L, 2, D]."""
+    """As upstream's: tables of the latents [T, 2, D], and of the text [L, 2, D]."""
     latents, text = type(embed).forward(embed, *args, **kwargs)
     return latents, text.to(latents.device)
 
 
 def _modulate(block, x, mod_params, index=None):
-    """As upstream's. `index` [b, T]: which of two modulations a latent has, of one call of those side by side."""
+    """As upstream's. `index` [b, T]: which of two modulations a latent has, in one of the batched calls."""
     from ...tpu.kernels.settings import current
 
     if index is not None:

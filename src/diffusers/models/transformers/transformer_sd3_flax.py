@@ -1,6 +1,6 @@
-"""Stable Diffusion 3's transformer on TPU: two streams (two_streams_flax.py), nothing rotated.
+"""Stable Diffusion 3's transformer on TPU: two streams (two_streams_flax.py) without rotation.
 
-In 3.5 some blocks attend to the latents a second time, among themselves; in 3 nothing is normed. The last block gives no text.
+In 3.5 some blocks have a second attention of latents alone; 3 has no norms of queries and keys. The last block returns no text.
 """
 
 from ...tpu.chips.sharding import ModelPlan
@@ -9,7 +9,7 @@ from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor
 
 
 class JointProcessor(TwoStreamProcessor):
-    """Norms are of every stream, or of none; without text, attention is of the latents alone. Upstream's takes no mask."""
+    """Covers attention in which all streams have norms, or none; without text, of the latents alone. Upstream's uses no mask."""
 
     def covers(self, attn) -> bool:
         return all(norm is None for norm in self.norms(attn)) or super().covers(attn)

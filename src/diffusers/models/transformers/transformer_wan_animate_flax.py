@@ -1,4 +1,4 @@
-"""Wan Animate's transformer on TPU: as Wan's, with the pose and the face beside the latents. Its processor is upstream's copy."""
+"""Wan Animate's transformer on TPU: as Wan's, with pose and face as further inputs. Its upstream processor is a copy of Wan's."""
 
 from dataclasses import replace
 

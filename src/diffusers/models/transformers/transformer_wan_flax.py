@@ -1,7 +1,7 @@
-"""Wan's transformer on TPU: where its weights lie, and its self-attention's rotation. The module is upstream's.
+"""Wan's transformer on TPU: its sharding, and its self-attention's rotation. The module is upstream's.
 
-Queries, keys, values and the feed-forward's first projection split their outputs over `tp`, the projections after them
-their inputs; the other axis of each is storage over `dp` and `sp`, gathered block by block. Activations stay split over
+Queries, keys, values and the feed-forward's first projection shard their outputs over `tp`, the projections after them their
+inputs. The other axis of each weight is stored over `dp` and `sp` and gathered block by block. Activations stay sharded over
 the sequence.
 """
 

@@ -1,4 +1,4 @@
-"""Wan VACE's transformer on TPU: as Wan's; the control's blocks give a hint each, and the latents' blocks go on from it."""
+"""Wan VACE's transformer on TPU: as Wan's. The control's blocks return a hint each, which the latents' blocks use."""
 
 from dataclasses import replace
 

@@ -1,9 +1,9 @@
-"""What transformers of two streams have in common on TPU: latents and text in one softmax.
+"""Shared by transformers of two streams on TPU: latents and text in one softmax.
 
-Latents are split over the chips by the sequence, text is whole on every chip. Upstream concatenates the streams, latents or text
-first, for attention and in some blocks for every layer; here each token's layers are computed in its own stream, and attention
-takes the two as they are (`attention/parallel.py`). Where layers are of both streams, each chip has a part of either behind the other
-(`together`), so that it reads a weight once. A model's own file says what its processor and blocks do differently.
+Latents are sharded over the sequence, text is replicated. Upstream concatenates the streams, latents or text first, for attention
+and in some blocks for every layer. Here each token's layers are computed in its own stream, and attention takes both streams
+separately (`attention/parallel.py`). Where both streams use the same layers, each chip concatenates its parts of them
+(`together`), so that it reads a weight once. A model's own file has what its processor and blocks do differently.
 """
 
 from collections.abc import Iterable
@@ -14,19 +14,19 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 
-LATENTS, TEXT = P("dp", "sp", None), P("dp", None, None)  # of what blocks hand on
+LATENTS, TEXT = P("dp", "sp", None), P("dp", None, None)  # activations between blocks
 
-REPLICATED = (r"^context_embedder(_2)?$", r"\bff_context$")  # on every chip, as the text that they are of
+REPLICATED = (r"^context_embedder(_2)?$", r"\bff_context$")  # layers of the text, which is replicated too
 
 
 class TwoStreamProcessor:
     """Latents and text in one softmax without a concatenation; norm and rotation of each in one pass.
 
-    Text has projections of its own (`add_q_proj`, ..., `to_add_out`), or those of the latents. What it does not cover is
-    `upstream`'s, the processor in whose place it is.
+    Text has projections of its own (`add_q_proj`, ..., `to_add_out`), or uses those of the latents. Calls that this processor does
+    not cover run `upstream`, the processor that it replaces.
 
     Attributes:
-        masks_words: upstream's mask is of words; one of all pairs of tokens, which pipelines do not give, is upstream's to take.
+        masks_words: upstream's mask covers words. False: it covers pairs of tokens; pipelines pass none, and `upstream` takes it.
     """
 
     masks_words = True
@@ -35,11 +35,11 @@ class TwoStreamProcessor:
         self.upstream = upstream
 
     def seen(self, attention_mask, tokens: int):
-        """Which words are no padding [B, L], of upstream's mask for a sequence of so many latents; None: all."""
+        """The mask [B, L] of words that are not padding, from upstream's mask for `tokens` latents; None: all words."""
         return attention_mask
 
     def tables(self, rotary, words: int) -> tuple[tuple, tuple]:
-        """Cos and sin [T, D] of the latents, and those [L, D] of so many words; empty where nothing is rotated."""
+        """Cos and sin [T, D] of the latents, and those [L, D] of `words` words; empty for a stream that is not rotated."""
         return tuple(rotary or ()), ()
 
     def projected(self, attn, x, added: bool) -> Iterable:
@@ -54,15 +54,15 @@ class TwoStreamProcessor:
         return normed_and_rotated(x, norm, *tables)
 
     def covers(self, attn) -> bool:
-        """Whether this attention's norms are some that `prepared` has."""
+        """Whether `prepared` supports this attention's norms."""
         return all(getattr(norm, "weight", None) is not None for norm in self.norms(attn))
 
     def tells_fill(self, attn) -> bool:
-        """Whether latents may be followed by some that are none (`Settings.pad_tokens`)."""
+        """Whether latents may be followed by padding tokens (`Settings.pad_tokens`)."""
         return self.covers(attn)
 
     def norms(self, attn) -> tuple:
-        """Of the latents' queries and keys, and of the text's."""
+        """The norms of the latents' queries and keys, then of the text's."""
         own = attn.norm_q, attn.norm_k
         return (*own, attn.norm_added_q, attn.norm_added_k) if _has_added(attn) else (*own, *own)
 
@@ -81,7 +81,7 @@ class TwoStreamProcessor:
         return self.joined(attn, hidden_states, encoder_hidden_states, seen, image_rotary_emb)
 
     def joined(self, attn, hidden_states, encoder_hidden_states, seen, rotary) -> tuple:
-        """(The latents' answer, the text's). `rotary`: what `tables` takes."""
+        """(result of the latents, of the text). `rotary`: what `tables` takes."""
         from ...tpu.compile.tracing import on_every_chip
         from ..attention_dispatch_flax import filled, joint_attention
 
@@ -116,9 +116,9 @@ def _has_added(attn) -> bool:
 
 
 def single_block(block, streams: tuple, modulations: list, **attention) -> tuple:
-    """(latents, text) after a block of attention beside a feed-forward, behind one norm, stream by stream.
+    """(latents, text) after a block whose attention and feed-forward are parallel after one norm, computed stream by stream.
 
-    `streams`: latents and text [B, T, C]; `modulations`: shift, scale and gate of each; the rest is for its attention.
+    `streams`: latents and text [B, T, C]; `modulations`: shift, scale and gate of each; `attention`: arguments of its attention.
     """
     from ...tpu.compile.tracing import on_every_chip
 
@@ -131,7 +131,7 @@ def single_block(block, streams: tuple, modulations: list, **attention) -> tuple
 
 
 def joined_block(block, streams: tuple, parts: tuple, rotary) -> tuple:
-    """As `single_block`, of one sequence. `parts`: shift, scale and gate of both streams; `rotary`: as of `TwoStreamProcessor.tables`."""
+    """As `single_block`, of both streams as one sequence. `parts`: shift, scale and gate of both; `rotary`: for `tables`."""
     from ..attention_dispatch_flax import latent_attention
 
     attn, words = block.attn, streams[1].shape[1]
@@ -145,7 +145,7 @@ def joined_block(block, streams: tuple, parts: tuple, rotary) -> tuple:
 
 
 def can_be_joined(processor, attn, streams: tuple) -> bool:
-    """Whether chips divide the tokens of both streams [B, T, C]: attention of one sequence knows no order, and no tokens that are none."""
+    """Whether both streams [B, T, C] can be one sequence: `sp` divides their tokens; no padding tokens, window or backend."""
     from ...tpu.kernels.settings import current
 
     settings, backend = current(), getattr(processor.upstream, "_attention_backend", None)
@@ -156,12 +156,12 @@ def can_be_joined(processor, attn, streams: tuple) -> bool:
 
 
 def together(latents, text):
-    """Both [B, T, C], or tables [T, D] of theirs, as one sequence: on each chip its latents, then its part of the text."""
+    """Both streams [B, T, C], or their tables [T, D], as one sequence: on each chip its latents, then its part of the text."""
     return _by_chip(lambda *streams: jnp.concatenate(streams, -2), latents, text)
 
 
 def apart(both, words: int) -> tuple:
-    """The latents and the words of `together`."""
+    """The inverse of `together`: latents and text."""
     from ...tpu.kernels.settings import current
 
     mesh = current().mesh
@@ -183,16 +183,16 @@ def _by_chip(run, *streams):
 
 
 def _single_end(block, x, answer, own, modulation):
-    """Of one stream, what comes after attention."""
+    """The layers of a single block that follow attention, for one stream."""
     wide = torch.cat([answer, block.act_mlp(block.proj_mlp(x))], dim=2)
     return modulation[-1] * block.proj_out(wide) + own
 
 
 def modulation(norm, temb) -> tuple:
-    """What a modulated norm makes of its embedding, in the order of its parts, each [B, 1, C]."""
+    """The parts that a modulated norm computes from its embedding, in its order, each [B, 1, C]."""
     return parts_of(norm, norm.linear(norm.silu(temb))[:, None])
 
 
 def parts_of(norm, of_all) -> tuple:
-    """The parts, each of C channels, of what the layer of a modulated norm gives [B, T, n C]."""
+    """The parts of C channels each, of the output [B, T, n C] of a modulated norm's layer."""
     return of_all.chunk(norm.linear.out_features // norm.linear.in_features, dim=2)

@@ -1,7 +1,7 @@
-"""The UNet of Stable Diffusion and SDXL on TPU: upstream's module, split over the width of the maps; and what those of videos share with it.
+"""The UNet of Stable Diffusion and SDXL on TPU: upstream's module, sharded over the width of the maps; shared by UNets of videos.
 
-A batch that `dp` divides lies over it. Convolutions get their neighbours' columns, group norms have the statistics of the whole map,
-self-attention sees the keys of all chips; text is whole on each. What is not known to compute on a shard is left to the compiler.
+A batch that `dp` divides is sharded over it. Convolutions get halos, group norms use statistics of the whole map, self-attention
+sees all chips' keys; text is replicated. Models with parts not known to compute on a shard are left to the compiler.
 """
 
 import functools
@@ -29,7 +29,7 @@ RESIDUALS = (
     "down_intrablock_additional_residuals",
 )
 FREE_U = ("s1", "s2", "b1", "b2")
-KNOWN = {  # of a configuration: what does not read more of a map than its blocks do
+KNOWN = {  # values of a configuration that read no more of a map than the blocks do
     "attention_type": ("default",),
     "resnet_time_scale_shift": ("default", "scale_shift"),
     "addition_embed_type": (None, "text", "text_time", "text_image", "image"),
@@ -39,7 +39,7 @@ KNOWN = {  # of a configuration: what does not read more of a map than its block
 
 
 def _attention(attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
-    """As upstream's; text's keys are the same on each shard."""
+    """As upstream's; the keys of text are the same on each shard."""
     from ...tpu.compile.tracing import keys_here
 
     with keys_here(encoder_hidden_states is not None):
@@ -47,7 +47,7 @@ def _attention(attn, hidden_states, encoder_hidden_states=None, *args, **kwargs)
 
 
 def _among_frames(module, *args, **kwargs):
-    """As upstream's forward of a module whose attention is among the frames of each position."""
+    """As upstream's forward of a module that attends among the frames of each position."""
     from ...tpu.compile.tracing import keys_here
 
     with keys_here():
@@ -55,7 +55,7 @@ def _among_frames(module, *args, **kwargs):
 
 
 def _by_shards(output: type, maps: tuple[str, ...], known: tuple, model, *args, **kwargs):
-    """As upstream's forward of a model of maps [B, C, H, W] or videos, one shard of their width a chip; see `plan_of_maps`.
+    """As upstream's forward of a model of maps [B, C, H, W] or videos, with a shard of their width per chip; see `plan_of_maps`.
 
     Raises NotByShards for a model, or a call, that is not known to compute on a shard what it computes on the map.
     """
@@ -72,7 +72,7 @@ def _by_shards(output: type, maps: tuple[str, ...], known: tuple, model, *args, 
     if any(size % multiple for size in sample.shape[-2:]):
         raise NotByShards(f"expected a map whose sides {multiple} divides, got {list(sample.shape[-2:])}")
     text = given.get("encoder_hidden_states")
-    of_frames = sample.ndim == 5 and len(text) > len(sample)  # a text for each, which lies where its video does
+    of_frames = sample.ndim == 5 and len(text) > len(sample)  # a text for each, sharded as its video
     if of_frames:
         given["encoder_hidden_states"] = text.unflatten(0, (len(sample), -1))
 
@@ -86,7 +86,7 @@ def _by_shards(output: type, maps: tuple[str, ...], known: tuple, model, *args, 
 
 
 def _unknown(model, blocks: list, known: set) -> list[str]:
-    """What the model has whose computation on a shard is not known."""
+    """The model's parts and settings that are not known to compute on a shard."""
     processors = {type(m.processor) for m in model.modules() if isinstance(m, Attention)}
     found = [cls.__name__ for cls in ({*map(type, blocks)} - known) | (processors - {AttnProcessor2_0})]
     found += ["FreeU"] * any(getattr(block, name, None) is not None for block in blocks for name in FREE_U)
@@ -96,7 +96,7 @@ def _unknown(model, blocks: list, known: set) -> list[str]:
 def plan_of_maps(
     cls: type, output: type, maps: tuple = ("sample", *RESIDUALS), known: tuple = BLOCKS, of_frames: tuple = ()
 ) -> ModelPlan:
-    """The plan of a class of such blocks, whose forward gives an `output`.
+    """The plan of a class with such blocks, whose forward returns an `output`.
 
     Args:
         maps: names of the arguments that are maps, in any structure; known: classes of its blocks.

@@ -1,4 +1,4 @@
-"""AnimateDiff's UNet on TPU: split over the width of the maps, as that of Stable Diffusion; each position's frames are on one chip."""
+"""AnimateDiff's UNet on TPU: sharded over the width of the maps, as Stable Diffusion's; frames are not sharded."""
 
 from .unet_2d_condition_flax import BLOCKS, plan_of_maps
 from .unet_motion_model import (

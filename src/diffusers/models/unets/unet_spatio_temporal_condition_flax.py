@@ -1,4 +1,4 @@
-"""Stable Video Diffusion's UNet on TPU: split over the width of the maps, as that of Stable Diffusion; each position's frames are on one chip."""
+"""Stable Video Diffusion's UNet on TPU: sharded over the width of the maps, as Stable Diffusion's; frames are not sharded."""
 
 from ..attention import TemporalBasicTransformerBlock
 from .unet_2d_condition_flax import plan_of_maps

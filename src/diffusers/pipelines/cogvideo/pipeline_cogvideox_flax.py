@@ -1,4 +1,4 @@
-"""CogVideoX's text-to-video on TPU: `CogVideoXPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""CogVideoX's text-to-video on TPU: a `CogVideoXPipeline` that installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

@@ -1,4 +1,4 @@
-"""CogVideoX's fun control on TPU: `CogVideoXFunControlPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""CogVideoX's fun control on TPU: a `CogVideoXFunControlPipeline` that installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

@@ -1,4 +1,4 @@
-"""CogVideoX's image-to-video on TPU: `CogVideoXImageToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""CogVideoX's image-to-video on TPU: a `CogVideoXImageToVideoPipeline` that installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

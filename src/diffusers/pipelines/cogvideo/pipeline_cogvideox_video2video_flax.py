@@ -1,4 +1,4 @@
-"""CogVideoX's video-to-video on TPU: `CogVideoXVideoToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""CogVideoX's video-to-video on TPU: a `CogVideoXVideoToVideoPipeline` that installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

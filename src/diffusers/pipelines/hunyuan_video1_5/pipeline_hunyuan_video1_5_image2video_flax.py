@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5 image-to-video on TPU: `HunyuanVideo15ImageToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""HunyuanVideo-1.5 image-to-video on TPU: its pipeline's class installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

@@ -1,4 +1,4 @@
-"""Wan Animate, on TPU: `WanAnimatePipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""Wan Animate, on TPU: a `WanAnimatePipeline` that installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

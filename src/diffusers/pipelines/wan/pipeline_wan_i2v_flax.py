@@ -1,4 +1,4 @@
-"""Wan image-to-video, first and last frame too, on TPU: `WanImageToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""Wan image-to-video, also by first and last frame, on TPU: its pipeline installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

@@ -1,4 +1,4 @@
-"""Wan VACE, on TPU: `WanVACEPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""Wan VACE, on TPU: a `WanVACEPipeline` that installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

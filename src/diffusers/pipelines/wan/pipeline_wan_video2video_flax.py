@@ -1,4 +1,4 @@
-"""Wan video-to-video, on TPU: `WanVideoToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
+"""Wan video-to-video, on TPU: a `WanVideoToVideoPipeline` that installs the TPU path, as in pipeline_wan_flax.py."""
 
 from ...tpu.pipelines.exports import upstream_names
 

@@ -9,7 +9,7 @@ from ..idioms import overloads
 from ..weights.convert import as_numpy, from_numpy, numpy_dtype
 
 
-overloads.serve()  # for torchax's tables, which name overloads that torch has removed: before all that imports it
+overloads.serve()  # before any import of torchax, whose tables name overloads that torch has removed
 
 import torchax.decompositions
 import torchax.ops.jaten
@@ -40,7 +40,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 class ExecutionDevice(ModelHook):
-    """Where upstream's glue has to put a module's inputs, asked through accelerate's hook: its host tensors do not tell.
+    """An accelerate hook that tells upstream's glue where a module's inputs go: the module's own tensors are on the host.
 
     `former`: the hook that the module had before.
     """
@@ -54,7 +54,7 @@ class ExecutionDevice(ModelHook):
 
 
 def write(tensor: torch.Tensor, value: torch.Tensor):
-    """Give a tensor of either side these values, in place; views of it too."""
+    """Write these values into a host or device tensor in place; its views change too."""
     if on_device(tensor):
         with environment(), torch.no_grad():
             tensor.copy_(value)

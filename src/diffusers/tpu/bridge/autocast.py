@@ -1,7 +1,7 @@
-"""`torch.autocast` of device tensors: what an operator of torch's list is given is cast as CUDA's autocast casts it.
+"""`torch.autocast` for device tensors: arguments of the operators on torch's list are cast as CUDA's autocast casts them.
 
-Operators that torch does not list, and what runs inside of one that it lists, take their tensors as they are. To what is cast, a thread's
-`torch.autocast` notes (`idioms.compiling`); host tensors are torch's to cast.
+Operators that are not on the list, and those that run inside of a listed one, take their tensors as they are. The dtype is the one
+that `torch.autocast` set for this thread (`idioms.compiling`). Torch itself casts host tensors.
 """
 
 import functools
@@ -38,28 +38,28 @@ LISTED_AS = {  # functions and operators that have another name on torch's list
 
 
 def dtype_now() -> torch.dtype | None:
-    """What this thread casts to; None: autocast is off."""
+    """The dtype that autocast casts to in this thread; None: autocast is off."""
     return casting.get()
 
 
 def computing_in(dtype: torch.dtype | None) -> torch.autocast:
-    """A context of autocast to this dtype, or without it."""
+    """A context in which autocast casts to this dtype; None turns it off."""
     return torch.autocast("cuda", dtype, enabled=dtype is not None)
 
 
 def without():
-    """`computing_in(None)` around one operator, which asks nobody."""
+    """As `computing_in(None)`, but sets this module's dtype only and leaves torch's own state."""
     return bound(casting, None)
 
 
 def lowered(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """What a product is given of these tensors."""
+    """These tensors, cast as autocast casts the arguments of a product."""
     dtype = dtype_now()
     return tensors if dtype is None else tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), tensors)
 
 
 def given(func, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """The arguments with which `func`, a function or an overload, runs without autocast; None: it is not of torch's list, or that is off."""
+    """The arguments of `func`, a function or an overload, after autocast; None where it is off or `func` is not on torch's list."""
     dtype = dtype_now()
     kind = None if dtype is None else _kind(func)
     if kind is None:
@@ -67,7 +67,7 @@ def given(func, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     leaves = tree_leaves((args, kwargs))
     if kind == "float32":
         if any(isinstance(leaf, torch.dtype) for leaf in leaves):
-            return args, kwargs  # the caller says in which
+            return args, kwargs  # the caller names the dtype
         dtype = torch.float32
     elif kind == "widest":
         dtypes = [leaf.dtype for leaf in leaves if _takes_part(leaf)] or [dtype]
@@ -88,7 +88,7 @@ def _kind(func) -> str | None:
 
 @functools.cache
 def _listed() -> frozenset[str]:
-    """What CUDA's autocast of this torch casts for."""
+    """Names of the operators that CUDA's autocast has a rule for in the installed torch."""
     has, prefix = torch._C._dispatch_has_kernel_for_dispatch_key, "aten::"
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix))
     return frozenset(name.removeprefix(prefix).partition(".")[0] for name in names if has(name, "AutocastCUDA"))
@@ -102,5 +102,5 @@ def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not _takes_part(t) or t.dtype == dtype:
         return t
     if isinstance(t, Tensor):
-        t.jax()  # a value that waited is computed before
+        t.jax()  # computes a deferred tensor first
     return recast(t, t.to(dtype))

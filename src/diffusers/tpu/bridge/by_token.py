@@ -1,4 +1,4 @@
-"""Whether a function reads the tokens of a sequence each by itself, and where they are in its results: found in its jaxpr."""
+"""Finds in a function's jaxpr whether it computes each token of a sequence by itself, and the token axis of its results."""
 
 import functools
 import itertools
@@ -16,13 +16,13 @@ CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_cal
 
 
 class ReadsOthers(Exception):
-    """An equation that reads several tokens for one of its result, or may."""
+    """An equation reads several tokens for one token of its result, or may do so."""
 
 
 def axes_of_tokens(jaxpr: Jaxpr, axes: list[int | None]) -> list[int | None]:
-    """Along which axis of each result its tokens are, of arguments that have theirs along `axes`; None: it has none.
+    """The token axis of each result, where `axes` has those of the arguments; None: an array without tokens.
 
-    Raises ReadsOthers where a token of a result may depend on others.
+    Raises ReadsOthers where a token of a result may depend on other tokens.
     """
     where, repeated = dict(zip(jaxpr.invars, axes)), {}
     for eqn in jaxpr.eqns:
@@ -39,8 +39,8 @@ def axes_of_tokens(jaxpr: Jaxpr, axes: list[int | None]) -> list[int | None]:
 
 
 def _of_equation(eqn, found: list[int | None], repeated: dict) -> list[int | None]:
-    """The axes of an equation's results, of operands with these, of which one has tokens at least. `repeated`: axes along which an
-    array without tokens is one value again and again."""
+    """The token axis of each result of an equation; None where a token may depend on others. `found`: the operands' axes, at least
+    one not None. `repeated`: axes along which an array without tokens repeats one value."""
     name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
     if name in CALLS:
         inner = params.get("jaxpr", params.get("call_jaxpr"))

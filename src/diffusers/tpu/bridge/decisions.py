@@ -1,7 +1,7 @@
-"""Branches on small inputs: values that upstream's code asks a traced tensor for, computed outside of the trace.
+"""Branches on small inputs: where upstream's code reads the value of a traced tensor, it is computed outside of the trace.
 
-A trace knows the equations that its arrays came from. Read back to the inputs of the call they are a `Guard`: a small function
-of masks, lengths and the like, and of no weight. Its answers with each call's own values are a part of the program's key.
+A trace holds the equations that made each array. Followed back to small inputs of the call (masks, lengths; no weights) they form
+a `Guard`. It is evaluated on the host for each call, and its value is a part of the cache key.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ from ..kernels.settings import bound
 from .lines import Line, asking_line
 
 
-MOST_ENTRIES = 1 << 14  # of an input that decides, and of an answer: masks and lengths, no latents
+MOST_ENTRIES = 1 << 14  # of a guard's input and of its value: masks and lengths, no latents
 MOST_EQUATIONS = 1 << 10
-LAYOUT = ("sharding_constraint", "copy")  # their operand, for what is asked here
+LAYOUT = ("sharding_constraint", "copy")  # primitives that leave values unchanged
 
 
 class _Unknown(Exception):
-    """The value comes from something else than small inputs."""
+    """The value depends on more than small inputs, or takes too many equations."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What decides, as a function of some of a call's tensors."""
+    """A value that upstream's code branches on, as a function of some of a call's tensors."""
 
-    inputs: tuple[int, ...]  # numbers of those tensors
+    inputs: tuple[int, ...]  # indices of those tensors
     key: tuple = field(repr=False)  # equal for equal functions of the same inputs
-    line: Line = field(compare=False)  # of the code that asks
+    line: Line = field(compare=False)  # of the code that reads the value
     compute: Callable = field(compare=False, repr=False)
 
     def value(self, values: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Of a call whose input of a number has the values `values(number)`; computed on the host, if JAX has it."""
+        """The guard's value in a call whose input n is `values(n)`; computed on the host if JAX has a CPU backend."""
         try:
             host = jax.local_devices(backend="cpu")[0]
         except RuntimeError:  # JAX_PLATFORMS leaves it out
@@ -51,14 +51,14 @@ class Guard:
 
 @dataclass
 class Decisions:
-    """Those of one trace: `made` has the guards in the order in which they were asked first, each with its answer."""
+    """The guards of one trace. `made`: each guard and its value, in the order in which they were first evaluated."""
 
-    values: Callable[[int], np.ndarray] | None  # of an input by its number, in the traced call; None: not known
+    values: Callable[[int], np.ndarray] | None  # of an input by its index, in the traced call; None: not available
     inputs: list  # the traced arrays of the call's tensors
     made: dict[Guard, np.ndarray] = field(default_factory=dict)
 
     def decide(self, array: jax.Array) -> np.ndarray | None:
-        """What the array's values are in this call and all that share its program; None: not a thing to decide."""
+        """The array's values in this call and in all that share its program; None where no guard can compute them."""
         discrete = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)
         if self.values is None or not discrete or array.size > MOST_ENTRIES:
             return None
@@ -75,21 +75,21 @@ _open: contextvars.ContextVar[Decisions | None] = contextvars.ContextVar("diffus
 
 
 def deciding(decisions: Decisions) -> contextlib.AbstractContextManager:
-    """While this is open, what a trace of these inputs asks for is decided where it can be."""
+    """A context in which guards compute the values that a trace of these inputs reads, where they can."""
     return bound(_open, decisions)
 
 
 def decided(array: jax.Array) -> np.ndarray | None:
-    """The values of a traced array in the calls that the open trace stands for; None where they are not for it to say."""
+    """The values of a traced array by a guard; None for other arrays, outside of `deciding`, or where no guard can compute them."""
     decisions = _open.get()
     return None if decisions is None or not isinstance(array, jax.core.Tracer) else decisions.decide(array)
 
 
 def _guard(array: jax.Array, inputs: dict[int, int]) -> Guard:
-    """What the array is of these inputs (id of an array -> its number). Raises _Unknown where it is of anything else."""
+    """The guard that computes the array from these inputs (id of an array -> its index). Raises _Unknown where there is none."""
     used, equations = {}, {}
     steps = [(array, False)]
-    while steps:  # depth first: an equation comes behind those of its operands
+    while steps:  # depth first: an equation follows those of its operands
         x, done = steps.pop()
         x = _constant_or_itself(x)
         if not isinstance(x, jax.core.Tracer) or id(x) in used:
@@ -115,7 +115,7 @@ def _guard(array: jax.Array, inputs: dict[int, int]) -> Guard:
 
 
 def _evaluated(array: jax.Array, equations, used: tuple[int, ...], *values):
-    """The array by these equations from the values of the arrays with the ids `used`."""
+    """The array, computed by these equations; `values`: those of the arrays with the ids `used`."""
     made = dict(zip(used, values))
 
     def read(x):
@@ -134,7 +134,7 @@ def _evaluated(array: jax.Array, equations, used: tuple[int, ...], *values):
 
 
 def _constant_or_itself(x):
-    """What a tracer stands for: a number, an array, or a value of the trace around its own; else the tracer."""
+    """The constant behind a tracer (a number, an array, or a value of the enclosing trace); without one, the tracer itself."""
     while isinstance(x, DynamicJaxprTracer):
         known = x.val.val if isinstance(x.val, Literal) else x.get_const()
         if known is None:

@@ -41,10 +41,10 @@ def on_device(x) -> bool:
 
 
 class Deferred(Tensor):
-    """A device tensor of a known shape and dtype: when its value is first needed, `compute()` gives it that by `settle(value)`.
+    """A device tensor of known shape and dtype. `compute()` runs when its value is first needed, and sets it by `settle(value)`.
 
-    `source`: what made it, or nothing; its first entry is asked whether a function's result is deferred too: `result(func, args, kwargs)`,
-    NotImplemented where values are needed.
+    `source`: what made it, or (). Its first entry has a method `result(func, args, kwargs)`, which returns the function's result
+    without computing this tensor, or NotImplemented where the function needs values.
     """
 
     def __new__(cls, aval: jax.ShapeDtypeStruct, compute: Callable[[], None], source: tuple = ()):
@@ -55,14 +55,14 @@ class Deferred(Tensor):
 
     @property
     def waits(self) -> bool:
-        """Whether nobody has asked for its value yet."""
+        """Whether its value is still to be computed."""
         return self._array is None and self._compute is not None
 
     def settle(self, value: jax.Array):
         self._array, self._compute, self.source = value, None, ()
 
     def become(self, t: Tensor):
-        """Get the value of a tensor, of a view as the same view."""
+        """Become a tensor with the array of `t`; where `t` is a view, the same view of its base."""
         vars(self).update(vars(t))
         self._compute, self.source = None, ()
 
@@ -78,7 +78,7 @@ class Deferred(Tensor):
 
 
 class Functions(TorchFunctionMode):
-    """torch's functions given to the environment first; what has no operator there torch takes apart."""
+    """Dispatches torch's functions to the environment; a function without an operator there is decomposed by torch."""
 
     def __init__(self, env: "Environment"):
         self.env = env
@@ -87,18 +87,18 @@ class Functions(TorchFunctionMode):
         try:
             return self.env.dispatch(func, types, args, kwargs)
         except OperatorNotFound:
-            pass  # and no cause of what fails below
+            pass  # outside of this handler, so that an error below does not name this one as its context
         return func(*args, **(kwargs or {}))
 
 
 class Operators(TorchDispatchMode):
-    """What torch takes them apart to, given to the environment."""
+    """Dispatches the operators that torch decomposes functions into to the environment."""
 
     NAMESPACES = ("aten", "torchvision")
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled by it here, and turning it off around each operator takes time
+        return False  # dynamo compiles nothing here, and disabling it around each operator takes time
 
     def __init__(self, env: "Environment"):
         super().__init__()
@@ -113,15 +113,15 @@ class Operators(TorchDispatchMode):
 class Environment(_Environment):
     """torchax's environment, entered around glue and traces.
 
-    - A host tensor that meets a device tensor is moved to all chips of the mesh in use, whatever its size; torchax fails deep inside.
-      Written into, a host tensor stays one: the destination decides. So does one made of a list of device tensors.
-    - Random draws come from torch's CPU generators, so that seeds give the noise they give everywhere else.
+    - A host tensor in an operation with device tensors is copied to all chips of the mesh in use, whatever its size; torchax fails.
+      One that is written to stays on the host. `torch.tensor` of device tensors makes a host tensor unless `device` says otherwise.
+    - Random draws come from torch's CPU generators, so that a seed gives the same noise as on a CPU.
 
     Attributes:
-        draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
-        missing: operators that ran on the host because torchax lacks them, with the line that asked; how often.
-        one_at_a_time: each operation is waited for; None: on simulated chips of several processes, where two programs with
-            exchanges would wait for each other's threads, or come to them in different orders.
+        draws: random draws so far. If a trace changes it, its program would repeat the drawn numbers in every call.
+        missing: how often each operator ran on the host because torchax lacks it, by operator and calling line.
+        one_at_a_time: block on the result of each operation; None: only on simulated chips of several processes, where two programs
+            with collectives would block each other's threads, or run in different orders.
     """
 
     def __init__(self):
@@ -139,16 +139,16 @@ class Environment(_Environment):
         super().disable_torch_modes(*exc)
         inside.depth -= 1
 
-    # torchax's name for `active`, which it sets for all threads at once; its modes are a thread's own.
+    # torchax's name for `active`. torchax sets it for all threads at once, although its modes are per thread.
     enabled = property(lambda self: self.active, lambda self, value: None)
 
     def _to_copy(self, the_tensor, new_dtype, new_device):
-        # On the way to the device torch's 64-bit numbers become 32-bit: a host tensor is converted before, not after
+        # The move to the device makes 64-bit numbers 32-bit, so a host tensor is cast before the move, not after
         # (a scheduler's 999.99999999 in float64 is timestep 999, not 1000).
         if new_dtype is not None and not on_device(the_tensor):
             the_tensor = self._on_host(torch.Tensor.to, (the_tensor,), {"dtype": new_dtype})
         if new_device is not None and self._should_use_torchax_tensor(new_device):
-            new_device = DEVICE  # whatever its name
+            new_device = DEVICE  # under any of its names
         return cast(the_tensor, super()._to_copy(the_tensor, new_dtype, new_device))
 
     def _torch_Tensor_to(self, args, kwargs):
@@ -157,7 +157,7 @@ class Environment(_Environment):
 
     @property
     def waits(self) -> bool:
-        """Whether each operation is waited for now."""
+        """Whether each operation blocks until its result is computed."""
         if self.one_at_a_time is None:
             return process_count() > 1 and jax.default_backend() == "cpu"
         return self.one_at_a_time
@@ -167,7 +167,7 @@ class Environment(_Environment):
         """Whether this thread is inside of a resident pipeline's call or a trace, where torch computes on the device."""
         return inside.depth > 0
 
-    # Of torchax's walks through what an operator is given and gives, JAX's take a seventh of the time.
+    # torchax traverses arguments and results with torch's pytrees; JAX's take a seventh of the time.
 
     def t2j_iso(self, torchtensors):
         def elem(x):
@@ -195,20 +195,20 @@ class Environment(_Environment):
         if traits.lists and args and isinstance(args[0], (list, tuple)):
             if not self._should_use_torchax_tensor(kwargs.get("device")):
                 args = tree_map_only(Tensor, self.host, args)
-        if isinstance(kwargs.get("out"), torch.Tensor):  # an operator of torchax's may have no such argument
+        if isinstance(kwargs.get("out"), torch.Tensor):  # torchax's operator may have no such argument
             rest = {name: value for name, value in kwargs.items() if name != "out"}
             return kwargs["out"].copy_(getattr(func, "overloadpacket", func)(*args, **rest))
         tensors = [t for t in jax.tree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors and traits.is_overload and "device" not in kwargs:
             try:
                 return super().dispatch(func, types, args, kwargs)
-            except OperatorNotFound:  # a question about dtypes, say: torch answers it
+            except OperatorNotFound:  # such as a query about dtypes
                 return self._on_host(func, args, kwargs)
         for t in tensors:
             if isinstance(t, Deferred) and t.waits:
                 if t.source and (result := t.source[0].result(func, args, kwargs)) is not NotImplemented:
                     return result
-                t.jax()  # now: inside of an operator torch no longer decomposes what computing it may call
+                t.jax()  # now: inside of an operator torch would not decompose what the computation calls
         if traits.asks and (answering := host_values.asked(args[0])) is not None:
             return self._on_host(func, (answering,), {})
         device = [on_device(t) for t in tensors]
@@ -219,7 +219,7 @@ class Environment(_Environment):
         if not all(device) and any(device) and not traits.moves:
             if views.WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(Tensor, self.host, (args, kwargs)))
-            # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
+            # A scalar stays on the host: torchax's own rule does not let it widen the other operand, as in torch.
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda t: t if t.ndim == 0 and traits.pointwise else self.moved(t), (args, kwargs)
             )
@@ -246,7 +246,7 @@ class Environment(_Environment):
         return result
 
     def _computed(self, func, types, traits: "Traits", args: tuple, kwargs: dict):
-        """What torchax's operator gives, without torchax's walks through the arguments, which find nothing here."""
+        """The result of torchax's operator, without torchax's own traversals of the arguments, which would change nothing here."""
         if traits.constructs or traits.moves:
             return super().dispatch(func, types, args, kwargs)
         operator = self._get_op_or_decomp(func)
@@ -256,11 +256,11 @@ class Environment(_Environment):
             if operator.is_jax_function:
                 args, kwargs = self.t2j_iso((args, kwargs))
                 return self.j2t_iso(operator.func(*args, **kwargs))
-            with self._dispatch_mode:  # it may be made of others
+            with self._dispatch_mode:  # it may call other operators
                 return operator.func(*args, **kwargs)
 
     def _given(self, func, types, args, kwargs):
-        """`func` of other arguments than it was called with. Of a function that has no operator torch finds those that it is made of."""
+        """`func` of the cast arguments. A function that has no operator is called, and torch decomposes it."""
         try:
             return self.dispatch(func, types, args, kwargs)
         except OperatorNotFound:
@@ -269,7 +269,7 @@ class Environment(_Environment):
             return func(*args, **kwargs)
 
     def with_decided(self, operator: Callable, args: tuple, kwargs: dict):
-        """What the operator gives, of decided values where it asks for values: of truth values alone if that is enough."""
+        """The operator's result. Where it reads traced values, guards supply booleans, and integers too if those are not enough."""
         try:
             return operator(args, kwargs)
         except READS:
@@ -280,7 +280,7 @@ class Environment(_Environment):
             raise
 
     def _decided(self, kinds: tuple, given):
-        """`given` with the values of those of these dtypes that are decided; None if none is."""
+        """`given` with guards' values in place of traced tensors of these dtypes; None where no guard has any."""
         found = []
 
         def known(t):
@@ -303,7 +303,7 @@ class Environment(_Environment):
 
     @contextlib.contextmanager
     def left(self):
-        """Plain torch for a while: its operators, on host tensors."""
+        """A context outside of the environment: torch's own operators, on host tensors."""
         with contextlib.ExitStack() as stack:
             for _ in range(inside.depth):
                 self.disable_torch_modes()
@@ -321,7 +321,7 @@ class Environment(_Environment):
         return Deferred(aval, compute, source)
 
     def moved(self, t: torch.Tensor) -> torch.Tensor:
-        """A tensor of either side as a device tensor."""
+        """A host or device tensor as a device tensor."""
         return t if on_device(t) else Tensor(self.t2j_copy(t), self)
 
     def t2j_copy(self, args):
@@ -347,8 +347,8 @@ class Environment(_Environment):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a function or operator of torch's is: `draws` random numbers, `draws_new` ones of no tensor's, `constructs` a tensor, of what
-    `lists` hold, `moves` one between devices, `asks` for a value."""
+    """What a torch function or operator does: it `draws` random numbers, `draws_new` tensors of them, `constructs` a tensor, makes
+    one of `lists` (`torch.tensor`), `moves` one between devices, `asks` for a tensor's value."""
 
     name: str
     is_overload: bool
@@ -371,7 +371,7 @@ def traits_of(func) -> Traits:
         draws=is_draw(func),
         draws_new=func in RANDOM_CONSTRUCTORS,
         constructs=func in TENSOR_CONSTRUCTORS,
-        lists=func == torch.tensor,  # or what stands in its place (`idioms`)
+        lists=func == torch.tensor,  # true for its replacement as well (`idioms`)
         moves=func == torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name,
         asks=func in host_values.ASKING,
         pointwise=is_overload and torch.Tag.pointwise in func.tags,
@@ -380,7 +380,7 @@ def traits_of(func) -> Traits:
 
 @plain()
 def _as_scalar(dtype: torch.dtype, t: Tensor) -> Tensor:
-    """A tensor beside others of this dtype: one without axes does not widen them, but to another kind of number."""
+    """A tensor without axes, cast to the other operands' dtype unless torch would promote those; other tensors unchanged."""
     if t.ndim or t.dtype == dtype:
         return t
     kinds = torch.empty(1, dtype=dtype), torch.empty((), dtype=t.dtype)
@@ -392,21 +392,21 @@ _INTEGERS_FIT = ("ignore", re.compile("Explicitly requested dtype.*is not availa
 
 @contextlib.contextmanager
 def quiet_integers():
-    """Without JAX's warning, once per call site, that torch's int64 becomes int32 here; indices and ids fit.
+    """A context without JAX's warning, given once per call site, that torch's int64 becomes int32; indices and ids fit.
 
-    Filters are the process's: of each thread that is inside there is one, so that threads may leave in any order.
+    Warning filters are global to the process. Each thread inside has added one, so that threads may leave in any order.
     """
     warnings.filters.insert(0, _INTEGERS_FIT)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # somebody has reset the filters
+        with contextlib.suppress(ValueError):  # the filters were reset meanwhile
             warnings.filters.remove(_INTEGERS_FIT)
 
 
 @functools.cache
 def environment() -> Environment:
-    """The one environment of this process, our operators in it."""
+    """The environment of this process, with our operators registered."""
     env = Environment()
     operators.register(env)
     functions.register(env)

@@ -1,4 +1,4 @@
-"""Functions of torch's that no mode dispatches, for device tensors; of host tensors they are torch's."""
+"""torch functions that no dispatch mode intercepts, for device tensors; host tensors go to torch's own."""
 
 import functools
 
@@ -12,7 +12,7 @@ from .operators import scaled_dot_product_attention
 
 
 def register(env):
-    """Put every function of this file in the place of torch's, once."""
+    """Replace torch's functions by those of this file, once."""
     for module, ours in ((torch, vmap), (flex, flex_attention)):
         theirs = getattr(module, ours.__name__)
         if getattr(theirs, "func", None) is not ours:
@@ -20,7 +20,7 @@ def register(env):
 
 
 def vmap(theirs, env, func, in_dims=0, out_dims=0, **options):
-    """Of device tensors JAX's: what torch's wraps them in is no device tensor. Masks of transformers' are made by it."""
+    """`jax.vmap` for device tensors: torch's would wrap them in another class. transformers makes its masks with `torch.vmap`."""
 
     def mapped(*args, **kwargs):
         if not any(isinstance(x, Tensor) for x in tree_leaves(args)):
@@ -37,7 +37,7 @@ def vmap(theirs, env, func, in_dims=0, out_dims=0, **options):
 
 
 def flex_attention(theirs, env, query, key, value, score_mod=None, block_mask=None, scale=None, *args, **kwargs):
-    """SDPA with the mask that the blocks and their rule stand for."""
+    """SDPA with the dense mask of `block_mask`: `mask_mod` in its partial blocks, all entries of its full ones."""
     wanted = (score_mod, kwargs.get("return_lse") or None, kwargs.get("return_aux"))
     if not isinstance(query, Tensor) or args or wanted != (None, None, None):
         return theirs(query, key, value, score_mod, block_mask, scale, *args, **kwargs)
@@ -53,7 +53,7 @@ def flex_attention(theirs, env, query, key, value, score_mod=None, block_mask=No
 
 
 def _entries(block_mask, kind: str, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Which entries [B or 1, N or 1, Q, S] are in blocks of this kind."""
+    """Whether each entry [B or 1, N or 1, Q, S] lies in a block of this kind, "kv" (partial) or "full_kv"."""
     counts, indices = (getattr(block_mask, f"{kind}_{of}") for of in ("num_blocks", "indices"))
     numbers = torch.arange(indices.shape[-1], device=indices.device)
     named = (indices[..., None] == numbers) & (numbers < counts[..., None])[..., None]

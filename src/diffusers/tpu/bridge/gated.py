@@ -1,9 +1,9 @@
-"""A layer's result times another one's activation, which one kernel computes:
+"""One linear layer's result times another one's activation, computed by one kernel:
 
     values, gate = linear(x).chunk(2, -1);  values * activation(gate)        (GEGLU, SwiGLU)
     activation(linear(x)) * other_linear(x)                                  (feed-forward of Llama)
 
-Halves of one layer are for the kernel two layers of a stack.
+For the kernel the two halves of one layer are two layers of a stack.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from .views import part_of_base
 
 
 class Factor(NamedTuple):
-    """A layer, or one half of its outputs, and what it is activated by; "": not."""
+    """A layer, or one half of its outputs (0 or 1), and its activation; "": none."""
 
     layer: Layer
     half: int | None
@@ -25,13 +25,13 @@ class Factor(NamedTuple):
 
 
 def noted(result: Tensor, x: Tensor | Layer, activation: str) -> Tensor:
-    """`result`, which is x, or a whole layer's result, activated: remembers of which layer that is."""
+    """`result`, the activation of x (a tensor or a whole layer's result); records the layer that x comes from."""
     factor = Factor(x, None) if isinstance(x, Layer) else _factor_of(x)
     return result if factor is None else made_of(result, noted, Factor(*factor[:2], activation))
 
 
 def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
-    """x times y by the kernel, where y is a layer's activation and x another layer of the same input; None where not."""
+    """x * y by the kernel, where y is a layer's activation and x another layer's result of the same input; else None."""
     (gate,) = operands(y, noted) or (None,)
     values = None if gate is None else _factor_of(x)
     if values is None or not result.shape == x.shape == y.shape or gate.layer.x is not values.layer.x:
@@ -40,7 +40,7 @@ def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
     split, *others = {layer.lies.get("split") for layer in pair}
     if any(layer.sizes or "beside" in layer.lies for layer in pair) or pair[0].settings != pair[1].settings:
         return None
-    if others or split == 1 or (split == 0 and gate.half is not None):  # halves of outputs that lie over chips
+    if others or split == 1 or (split == 0 and gate.half is not None):  # splits that differ, of inputs or of halves
         return None
     stacks, numbers = zip(*(layer.lies.get("layers") or (None, None) for layer in pair))
     if pair[0] is pair[1] and {gate.half, values.half} == {0, 1}:
@@ -59,7 +59,7 @@ def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
 
 
 def _factor_of(x) -> Factor | None:
-    """The layer that x comes from, or is half of; None where it is none."""
+    """The layer whose result x is, or half of it; None where it is neither."""
     base, half = (part_of_base(x) if isinstance(x, Tensor) else None) or (x, None)
     if (layer := layer_of(base, by_kernel=False)) is None or half is not None and 2 * x.shape[-1] != len(layer.w):
         return None

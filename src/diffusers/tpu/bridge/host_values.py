@@ -1,11 +1,11 @@
-"""Device tensors as host code sees them: values that the host knows, and twins outside of the environment.
+"""Device tensors as host code sees them: values that are known on the host, and host twins outside of the environment.
 
-Known values: a schedule comes from the host, and upstream's loops ask for its entries in every step (`float(sigmas[i])`, `t >= boundary`).
-A chip would answer when it is done with the step before. A JAX array is never written to: what it was made of stays its value. Known too
-is what operators make of known values that are everywhere the same to the last bit, in a trace of its constants.
+Known values: a schedule is made on the host, and upstream's loops read it in every step (`float(sigmas[i])`, `t >= boundary`).
+Reading it from a chip would block until the step before is done. JAX arrays are never written to, so the values that one was made
+of stay valid. Results of operators on known values are known too, in a trace as well, where host and chips compute the same bits.
 
-Twins: a callback kept device tensors, and works with them after the call. torch's operators run on their twins, made when first used, and
-give host tensors. What is written into a twin, through views of it too, the device tensor holds when it is next used inside.
+Twins: a callback may keep device tensors and use them after the call. torch's operators run on their host twins, made at first
+use, and return host tensors. A write to a twin, or to a view of it, reaches the device tensor when that is next used inside.
 """
 
 import contextlib
@@ -49,11 +49,11 @@ ARITHMETIC = {
 CONSTRUCTORS = {torch.zeros, torch.ones, torch.full, torch.tensor}
 MOVES = {torch.Tensor.to, aten._to_copy.default}
 
-_known: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the id of an array that lives
+_known: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the id of a live array
 
 
 def remember(array: jax.Array, values: np.ndarray):
-    """The array was made of these values of the host's, or of what is alike in its dtype."""
+    """Record that the array holds these values, cast to its dtype; only up to MOST_ENTRIES of them."""
     if values.size <= MOST_ENTRIES:
         with np.errstate(over="ignore"):  # infinity, as on the device
             key, values = id(array), np.array(values, array.dtype)
@@ -61,31 +61,31 @@ def remember(array: jax.Array, values: np.ndarray):
 
 
 def of_array(array: jax.Array) -> np.ndarray | None:
-    """Its values, where the host knows them."""
+    """The known values of an array, or None."""
     _, values = _known.get(id(array), (None, None))
     return values
 
 
 def of_tensor(t: torch.Tensor) -> np.ndarray | None:
-    """A device tensor's values as they are now, where the host knows them."""
+    """The known values of a device tensor's current array, or None."""
     return of_array(t.jax())
 
 
 def apart(t: torch.Tensor) -> Tensor:
-    """A tensor of its own with the values of one whose values are known: who writes into it leaves that one alone."""
+    """A new tensor with the known values of `t`; a write to it does not change `t`."""
     array = t.jax()
     remember(array, of_tensor(t))
     return Tensor(array, t._env)
 
 
 def asked(t: torch.Tensor) -> torch.Tensor | None:
-    """The host tensor that answers in place of the device tensor, where the host knows its values; None else."""
+    """A host tensor of a device tensor's known values, to read in its place; None where they are not known."""
     values = of_tensor(t) if isinstance(t, Tensor) else None
     return None if values is None else from_numpy(values)
 
 
 def follow(func, args: tuple, kwargs: dict, result):
-    """Remember the values of an exact operator's result where those of all that it was given are known."""
+    """Record an operator's result where all its device tensors have known values and the host computes the same bits."""
     if (kind := _kind(func)) is None:
         return
     results = [t for t in jax.tree.leaves(result) if type(t) is Tensor and t.shape.numel() <= MOST_ENTRIES]
@@ -97,14 +97,14 @@ def follow(func, args: tuple, kwargs: dict, result):
         return
     if kind is MOVES:
         values = given.get(id(args[0]))
-        # Numbers outside of an integer's range become what they become: something else on each device.
+        # Casting floats outside of an integer's range gives different numbers on each device.
         to_integer = not (result.dtype.is_floating_point or result.dtype == torch.bool)
         if values is not None and (values.dtype.kind in "iub" or not to_integer):
             remember(result.jax(), values)
     elif _is_exact(kind, tensors, given, kwargs, results):
         args, kwargs = tree_map_only(Tensor, lambda t: from_numpy(given[id(t)]), (args, kwargs))
         kwargs = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
-        with contextlib.suppress(RuntimeError, TypeError, ValueError), plain():  # then the chips alone know
+        with contextlib.suppress(RuntimeError, TypeError, ValueError), plain():  # then they stay unknown
             made = tree_leaves(func(*args, **kwargs))
             if [tuple(t.shape) for t in results] == [tuple(t.shape) for t in made]:
                 for t, values in zip(results, made):
@@ -118,7 +118,7 @@ def _kind(func) -> set | None:
 
 
 def _is_exact(kind: set, tensors: list, given: dict, kwargs: dict, results: list) -> bool:
-    """Whether torch on the host gives the chips' bits: numbers beside tensors of 16 bits are rounded differently, 64-bit ones there only."""
+    """Whether torch on the host computes the chips' bits: not for arithmetic of 16-bit floats, nor beside float64 of the host."""
     if kind is CONSTRUCTORS:
         return not given and all(t.dtype.itemsize == 4 or not t.dtype.is_floating_point for t in results)
     if not given or any(t.dtype == torch.float64 for t in tensors if id(t) not in given):
@@ -131,7 +131,7 @@ def _is_exact(kind: set, tensors: list, given: dict, kwargs: dict, results: list
 
 
 class ValueRead(RuntimeError):
-    """A value was asked for of a tensor that has none yet: its model is being compiled."""
+    """The value of a traced tensor was read: it has none while its model is compiled."""
 
 
 READS = (
@@ -144,7 +144,7 @@ READS = (
 
 
 def as_host(t: torch.Tensor) -> torch.Tensor:
-    """The host tensor that stands for a device tensor outside: the same one each time, a view's is a view of its base's."""
+    """A device tensor's host twin, the same one each time; the twin of a view is a view of its base's twin."""
     if (shared := vars(t).get("_shared")) is not None:
         with plain():
             host = functools.reduce(lambda host, step: step.of(host), shared.steps, as_host(shared.base))
@@ -158,7 +158,7 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
 
 
 def _valued(t: torch.Tensor) -> jax.Array:
-    """The tensor's array, which has values, in a trace those that are decided; raises ValueRead where it has none yet."""
+    """The tensor's array, or its values by a guard or known ones. Raises ValueRead for a traced tensor without either."""
     array = t.jax()
     for values in (decided(array), of_array(array)):
         if values is not None:
@@ -172,7 +172,7 @@ def _valued(t: torch.Tensor) -> jax.Array:
 
 
 def _written(t: Tensor, array: jax.Array) -> jax.Array:
-    """The tensor's array: `array`, or a new one where its twin was written to since; see `_Array`."""
+    """`array`, or a new array of the twin's values where the twin was written to since; see `_Array`."""
     twin, versions = vars(t)["_twin"]
     with torch._C.DisableTorchFunction():
         if all(tensor._version == version for tensor, version in versions.items()):
@@ -180,12 +180,12 @@ def _written(t: Tensor, array: jax.Array) -> jax.Array:
         for tensor in [*versions]:
             versions[tensor] = tensor._version
     t._elem = array = put(as_numpy(twin, own=True), array.sharding)
-    t._twin = twin, versions  # views of it that are held are views of the tensor still
+    t._twin = twin, versions  # the line above drops it; the script may hold views of it
     return array
 
 
 class _Array:
-    """`Tensor._elem`, which torchax reads and writes; of a `Deferred` it is computed when it is first read."""
+    """`Tensor._elem`, which torchax reads and writes; that of a `Deferred` is computed at the first read."""
 
     def __get__(self, t, owner=None):
         if t is None:
@@ -195,7 +195,7 @@ class _Array:
             return shared.read()
         if held["_array"] is None and (compute := held["_compute"]):  # None: settled by another thread meanwhile
             compute()
-            return t._elem  # of a view, its base's
+            return t._elem  # t may be a view now
         return held["_array"] if held.get("_twin") is None else _written(t, held["_array"])
 
     def __set__(self, t, array):
@@ -205,7 +205,7 @@ class _Array:
 
 
 def _dispatched(cls, func, types, args=(), kwargs=None):
-    """torch's operator on the twins. What it gives is a host tensor; a tensor that it wrote to is given itself."""
+    """torch's operator on the twins. Results are host tensors; where it returns an argument, the device tensor itself."""
     owners: dict[int, torch.Tensor] = {}
 
     def twin(t):
@@ -217,14 +217,14 @@ def _dispatched(cls, func, types, args=(), kwargs=None):
         return torch.device("privateuseone", 0)
     args, kwargs = tree_map_only(Tensor, twin, (args, kwargs or {}))
     device = kwargs.get("device")
-    if device is not None and device.type in ("meta", "privateuseone", "jax"):  # what torch takes the tensors' own for
+    if device is not None and device.type in ("meta", "privateuseone", "jax"):  # names for a device tensor's device
         kwargs["device"] = HOST
     result = func(*args, **kwargs)
     return tree_map_only(torch.Tensor, lambda t: owners.get(id(t), t), result)
 
 
 def _bounded(key):
-    """The key of an index; bounds of slices that are tensors as numbers."""
+    """An index key, with slice bounds that are tensors turned into numbers."""
     if isinstance(key, tuple):
         return tuple(map(_bounded, key))
     if not isinstance(key, slice):
@@ -233,7 +233,7 @@ def _bounded(key):
 
 
 def _get(upstream):
-    """`t[key]`; torch would make tensors of the lists in it on the device that it takes t's for."""
+    """`t[key]`; outside on the twin, as torch would make tensors of the key's lists on the device that t reports."""
 
     def __getitem__(t, key):
         return upstream(t, _bounded(key)) if inside.depth else as_host(t)[tree_map_only(Tensor, as_host, key)]
@@ -259,7 +259,7 @@ def _formatted(t, spec):
 
 
 def _for_a_message() -> bool:
-    """Whether upstream's code asks for a text: it makes none but for messages, also of checks that do not fail."""
+    """Whether diffusers or transformers formats the tensor: they do so only for messages, also of checks that do not fail."""
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe(1)))
     others = (n for n in names if n.partition(".")[0] not in ("torch", "torchax", "jax") and not n.startswith(OURS))
     return next(others, "").partition(".")[0] in ("transformers", "diffusers")
@@ -275,7 +275,7 @@ def _shown(t):
 
 
 def _given(t: Tensor, other: Tensor):
-    """`t.data = other`, of another dtype too (`module.to(dtype)`); torchax changes the array alone, and torch goes by its own."""
+    """`t.data = other`, of another dtype too (`module.to(dtype)`); torchax sets only the array, and torch keeps the old dtype."""
     with plain():
         torch._C.TensorBase.data.__set__(t, other)
     vars(t).pop("_shared", None)
@@ -284,7 +284,7 @@ def _given(t: Tensor, other: Tensor):
 
 
 def usable_outside():
-    """Teach torchax's tensors all that; once."""
+    """Give torchax's `Tensor` the methods above, once."""
     Tensor._elem = _Array()
     Tensor.data = property(lambda t: t, _given)
     Tensor.detach = lambda t: as_view(
@@ -296,10 +296,10 @@ def usable_outside():
     Tensor.__setitem__ = _set(Tensor.__setitem__)
     Tensor.__format__ = _formatted
     Tensor.__repr__ = Tensor.__str__ = _shown
-    # Arrays are never written to: a copy shares its tensor's.
+    # Arrays are never written to, so a copy shares the array.
     Tensor.__deepcopy__ = lambda t, memo: memo.setdefault(id(t), Tensor(t.jax(), t._env))
     Tensor.__reduce_ex__ = plain()(lambda t, protocol: from_numpy(t.jax()).__reduce_ex__(protocol))  # a host tensor
     Tensor.tolist = plain()(lambda t: as_host(t).tolist())
-    # An array of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name.
+    # A copy, as `.cpu().numpy()` on other accelerators; bfloat16 is numpy's extension type of that name.
     Tensor.numpy = lambda t: copy.copy(jax.device_get(whole(_valued(t))))
     Tensor.__array__ = lambda t, dtype=None, copy=None: np.asarray(t.numpy(), dtype)

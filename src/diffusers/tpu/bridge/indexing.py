@@ -1,4 +1,4 @@
-"""Reading and writing at places of a tensor, where torchax 0.0.13 differs from torch."""
+"""Indexing: reads and writes of parts of a tensor, where torchax 0.0.13 differs from torch."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def register(env, over):
-    """Put every operator of this file into the environment. `over`: as `operators.register` has it."""
+    """Register every operator of this file in the environment. `over`: as in `operators.register`."""
     ours = {
         aten.expand.default: over(_expand, aten.expand.default),
         aten.repeat.default: over(_repeat, aten.repeat.default),
@@ -35,7 +35,7 @@ def register(env, over):
 
 
 def _get_item(plain, self, key):
-    """torchax's; of slices and numbers a view (`views`)."""
+    """torchax's operator; slices and numbers give a view (`views`)."""
     parts = _parts(key)
     if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in parts):
         return plain(self, key)
@@ -52,7 +52,7 @@ def _parts(key) -> tuple:
 
 
 def _check_places(shape: tuple[int, ...], parts: tuple):
-    """Raises NotTaken for numbers beyond an axis, where JAX takes its last entry or writes nothing, and steps back, which torch has not."""
+    """Raises NotTaken for an index beyond an axis, where JAX reads the last entry or writes nothing, and for a negative step."""
     try:
         np.broadcast_to(np.int8(0), shape)[parts]
     except IndexError as error:
@@ -63,14 +63,14 @@ def _check_places(shape: tuple[int, ...], parts: tuple):
 
 @jax.jit
 def _entry(array: jax.Array, place: int) -> jax.Array:
-    """As `array[place]`, which takes JAX several operations outside of a trace."""
+    """`array[place]` as one program; outside of a trace JAX runs several operations for it."""
     return jax.lax.dynamic_index_in_dim(array, place, keepdims=False)
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):
-    """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast.
+    """`self[key] = value`, cast to self's dtype as in torch; JAX warns that it will refuse such casts.
 
-    Host tensors come to the device: this method of torchax's is not dispatched, where they would.
+    Host tensors are moved to the device here: torchax's method bypasses dispatch, which would move them.
     """
     if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
         value = value.to(dtype=self.dtype)
@@ -80,7 +80,7 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
     key, value = tree_map_only(torch.Tensor, self._env.moved, (tuple(parts), value))
     if not any(isinstance(part, torch.Tensor) for part in parts):
         np.broadcast_to(np.int8(0), self.shape)[key]  # raises IndexError as torch does; JAX would write nothing
-    while isinstance(value, torch.Tensor) and value.shape[:1] == (1,):  # torch takes more such axes than places have
+    while isinstance(value, torch.Tensor) and value.shape[:1] == (1,):  # torch accepts extra leading axes of one entry
         value = value.squeeze(0)
     if _moves_edges(key, value):
         view = self[key]
@@ -95,15 +95,15 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
 
 
 def _moves_edges(key, value) -> bool:
-    """Whether to write through a view: chips that share a sequence exchange the edges that move. JAX's scatter, of which the
-    partitioner gathers the whole tensor on every chip, is left the rest."""
+    """Whether to write through a view: chips that share a sequence then exchange only the edges that move. Other keys use JAX's
+    scatter, for which the partitioner gathers the whole tensor on every chip."""
     parts, shared = _parts(key), current().sequence and current().chips > 1
     return shared and isinstance(value, torch.Tensor) and all(type(part) is slice for part in parts)
 
 
 def _beside(x: Tensor, key, value) -> tuple[list[jax.Array], int] | None:
-    """What `x[key] = value` leaves of x and the value, one behind the other, and along which axis: of a trace on one chip, where the value
-    is all behind a place. A scatter is a pass by itself, a concatenation part of what computes the value (CogView4's rotation: 28 of 125 ms)."""
+    """`x[key] = value` as a concatenation: (kept part of x and value, axis), in a trace on one chip where the slice reaches its
+    axis' end; else None. A scatter is a pass of its own, a concatenation none (CogView4's rotation: 28 of 125 ms)."""
     key, array = _parts(key), x.jax()
     traced = isinstance(value, Tensor) and current().chips == 1 and not has_values(array)
     cut = [n for n, part in enumerate(key) if type(part) is not slice or part != slice(None)]
@@ -118,9 +118,9 @@ def _beside(x: Tensor, key, value) -> tuple[list[jax.Array], int] | None:
 
 
 def _of_each(x: torch.Tensor, mask, value):
-    """The value that `x[mask] = value` gives each entry of a boolean mask, where it has one for all of them.
+    """The value of `x[mask] = value` for each entry of a boolean mask, expanded where it is the same for all of them.
 
-    torchax gives such a one to the first entry, zeros to the others.
+    torchax would give such a value to the first entry and zeros to the others.
     """
     if not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and isinstance(value, torch.Tensor)):
         return value
@@ -131,33 +131,33 @@ def _of_each(x: torch.Tensor, mask, value):
 
 
 def _index_put(plain, self, indices, values, accumulate=False):
-    """torchax's, of a value that is each entry's."""
+    """torchax's operator, with the value of `_of_each`."""
     values = _of_each(self, indices[0] if len(indices) == 1 else None, values)
     given = (self.jax(), [None if i is None else i.jax() for i in indices], values.jax(), accumulate)
     return Tensor(plain(*given), self._env)
 
 
 def _embedding(plain, weight, indices, *args, **kwargs):
-    """torchax's takes truths and fractions for places too."""
+    """torchax's operator, but for integer indices only: torchax also accepts booleans and floats."""
     if indices.dtype not in (torch.int32, torch.int64):
         raise NotTaken
     return Tensor(plain(weight.jax(), indices.jax(), *args, **kwargs), weight._env)
 
 
 def _expand(plain, x, sizes, *, implicit=False):
-    """torchax's; the result remembers what it repeats."""
+    """torchax's operator; the result records the array that it repeats."""
     return made_of(Tensor(plain(x.jax(), sizes), x._env), _expand, x.jax())
 
 
 def _repeat(plain, x, repeats):
-    """torchax's; of axes of one entry it is `expand`."""
+    """torchax's operator; recorded as `_expand` where only axes of one entry are repeated."""
     result, more = Tensor(plain(x.jax(), repeats), x._env), len(repeats) - x.ndim
     expands = all(size == 1 or count == 1 for size, count in zip(x.shape, repeats[more:]))
     return made_of(result, _expand, x.jax()) if expands else result
 
 
 def _gather(plain, x, dim, index, *, sparse_grad=False):
-    """torchax's takes entry by entry. An index that `expand` has made the same for all of a row takes rows."""
+    """torchax's operator, which gathers entry by entry. For an index that `expand` repeats along rows, whole rows are gathered."""
     array, indices = x.jax(), index.jax()
     others = [n for n in range(array.ndim) if n != dim % max(array.ndim, 1)]
     if array.ndim == 0 or any(array.shape[n] != indices.shape[n] for n in others):
@@ -168,9 +168,9 @@ def _gather(plain, x, dim, index, *, sparse_grad=False):
 
 
 def repeat_interleave(input, repeats, dim=None, *, output_size=None):
-    """Each element `repeats` times; torchax gathers where a size is given, and what a mask was made of is lost there.
+    """Each element `repeats` times. torchax gathers where `output_size` is given, which loses a mask's provenance.
 
-    Rows that fill no whole registers are filled up meanwhile: of 1,023 entries (LTX-2's angles) XLA takes 20 s for the repetition.
+    Rows that do not fill whole registers are padded for it: XLA compiles 20 s for rows of 1,023 entries (LTX-2's angles).
     """
     x = input.jax()
     if not isinstance(repeats, int):

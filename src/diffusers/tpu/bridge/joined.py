@@ -1,9 +1,9 @@
-"""Sequences one behind the other, of which each chip has its part of every one: text, and latents that are split over `sp`.
+"""Concatenated sequences of which each chip of `sp` holds its part of every one, such as text and latents.
 
-Upstream concatenates them along the tokens, for attention or for a whole block. Each chip would then have a run of the result, for which
-nearly all tokens move between chips. Layers, norms and rotations are of each token by itself, and attention knows no order: what
-`torch.cat` gives is deferred, computed with the tokens in the chips' order, and taken apart where upstream takes it apart. Who asks for
-its values gets them in upstream's order.
+Upstream concatenates them along the tokens, for attention or for a whole block. In that order each chip would hold one run of the
+result, and nearly all tokens would move between chips. Layers, norms and rotations compute each token by itself, and attention does
+not depend on the order. So the result of `torch.cat` is deferred, computed with the tokens in the chips' order (first each
+sequence's part of chip 0, then of chip 1, ...), and split where upstream splits it. Its values are read in upstream's order.
 """
 
 import functools
@@ -31,15 +31,15 @@ from .views import WRITES_TO_FIRST, Step, as_view, storage
 
 @dataclass(eq=False)
 class Joined:
-    """What `torch.cat` made, or a function of it, and views of that; of each the source is (this, the tensor in the chips' order, its axis
-    of tokens).
+    """The deferred result of `torch.cat`, or of a function of one, and its views. The `source` of each: (this object, the tensor in
+    the chips' order, its token axis).
 
     Attributes:
-        sizes: tokens of the sequences, each a multiple of `chips`.
-        root: the one that is no view, and `compute`, its values in upstream's order.
-        views: the others in the order in which they were made, each with its number among the results of a function, that, and arguments.
-        whole: the one out of which sequences were taken, which are views of it in torch too.
-        parts: those sequences by their number, with their values then, and how they were taken.
+        sizes: tokens of each sequence, all multiples of `chips`.
+        root: the deferred tensor that is no view; `compute` returns its values in upstream's order.
+        views: its views in the order of creation: reference, index among the function's results, function, arguments.
+        whole: the tensor that sequences were split from; they are views of it in torch too.
+        parts: those sequences by index: tensor, its array when it was split off, view operator.
     """
 
     sizes: tuple[int, ...]
@@ -51,18 +51,18 @@ class Joined:
     parts: dict[int, tuple[Tensor, jax.Array, Step]] = field(default_factory=dict)
 
     def deferred(self, x: Tensor, axis: int, compute: Callable[[], jax.Array] | None = None) -> Tensor:
-        """What stands for x, a tensor in the chips' order."""
+        """A deferred tensor for x, which is in the chips' order."""
         result = x._env.deferred(jax.ShapeDtypeStruct(x.shape, x.jax().dtype), self.settle, (self, x, axis))
         if self.root is None:
             self.root, self.compute = result, compute or (lambda: jnp.concatenate(self.apart(x.jax(), axis), axis))
         return result
 
     def beside(self, x: Tensor, axis: int) -> Tensor:
-        """What stands for x, a tensor in the chips' order that shares no storage with these."""
+        """A deferred tensor for x, which is in the chips' order and shares no storage with these."""
         return Joined(self.sizes, self.chips).deferred(x, axis)
 
     def settle(self):
-        """Give all of them their values."""
+        """Compute the values of the root and its views, and make the split-off sequences views of `whole`."""
         self.root.settle(self.compute())
         for ref, number, function, args, kwargs in self.views:
             if (view := ref()) is not None:
@@ -76,7 +76,7 @@ class Joined:
                 part._elem = now
 
     def see_written(self):
-        """What was written to sequences that were taken out is in what they were taken out of."""
+        """Apply writes to sequences that were split off to the tensor that they were split from."""
         if all(part.jax() is array for part, array, _ in self.parts.values()):
             return
         if self.whole is not self.root or any(ref() is not None for ref, *_ in self.views):
@@ -90,7 +90,7 @@ class Joined:
         self.compute = lambda: jnp.concatenate(sequences, axis)
 
     def result(self, function: Callable, args: tuple, kwargs: dict):
-        """What the function gives, deferred; NotImplemented where it reads the order of tokens, or writes."""
+        """The function's result, deferred; NotImplemented where it depends on the order of tokens, or writes."""
         leaves, spec = tree_flatten((args, kwargs))
         of = {n: leaf.source for n, leaf in enumerate(leaves) if is_joined(leaf)}
         name = getattr(getattr(function, "overloadpacket", function), "__name__", "")
@@ -106,7 +106,7 @@ class Joined:
                 _, given[n], axes[n] = of[n]
             elif isinstance(leaf, Tensor) and len(behind) == 1 and leaf.ndim >= min(behind):
                 axis = leaf.ndim - min(behind)
-                if leaf.shape[axis] == sum(self.sizes):  # one value a token
+                if leaf.shape[axis] == sum(self.sizes):  # one value per token
                     given[n], axes[n] = self.in_order(leaf, axis), axis
         if (found := _axes_of_results(function, given, spec, axes)) is None:
             return NotImplemented
@@ -117,7 +117,7 @@ class Joined:
         return tree_unflatten(results, form)
 
     def _standing(self, x: Tensor, axis: int, leaves: list, made_by: tuple) -> Tensor:
-        """What stands for a function's result x: one of its arguments `leaves` where it is that, a view of one where it shares its storage."""
+        """A deferred tensor for a result x: the argument in `leaves` that x is, a view of one if they share storage, or new."""
         given = [leaf for leaf in leaves if is_joined(leaf)]
         if (same := next((leaf for leaf in given if leaf.source[1] is x), None)) is not None:
             return same
@@ -148,7 +148,7 @@ class Joined:
         return answer if given[0][0] is None else self.beside(answer, answer.ndim - 2)
 
     def _taken_apart(self, function: Callable, name: str, whole=None, *args, **kwargs):
-        """One of the sequences, or all; NotImplemented where the function gives something else."""
+        """One of the sequences, or all, where the function slices or splits them so; else NotImplemented."""
         if not is_joined(whole):
             return NotImplemented
         family, x, axis = whole.source
@@ -179,17 +179,17 @@ class Joined:
         return parts([number], several=False)[0]
 
     def in_order(self, x: Tensor, axis: int) -> Tensor:
-        """A tensor of the same tokens in upstream's order, in the chips'."""
+        """x, which has its tokens in upstream's order, in the chips' order."""
         ends = [*itertools.accumulate(self.sizes)][:-1]
         return Tensor(together(jnp.split(x.jax(), ends, axis), axis, self.chips), x._env)
 
     def apart(self, x: jax.Array, axis: int) -> list[jax.Array]:
-        """The sequences of `together`."""
+        """The sequences that `together` made x of."""
         return taken_apart(x, axis, self.sizes, self.chips)
 
 
 def is_joined(x) -> bool:
-    """Whether x stands for sequences in the chips' order."""
+    """Whether x is a deferred tensor of sequences in the chips' order."""
     if not (getattr(x, "waits", False) and x.source and isinstance(x.source[0], Joined)):
         return False
     x.source[0].see_written()
@@ -197,7 +197,7 @@ def is_joined(x) -> bool:
 
 
 def cat(tensors, dim=0, **kwargs):
-    """torch's, for tensors of heads or layers [B, T, C], [B, T, N, D] or [B, N, T, D] deferred, where chips share and divide the tokens."""
+    """`torch.cat`; deferred along the tokens of [B, T, C], [B, T, N, D] or [B, N, T, D], where chips share and divide them."""
     plain, settings, first = torch.ops.aten.cat.default, current(), tensors[0]
     shared = settings.sequence and settings.mesh is not None and not settings.pad_tokens and settings.window is None
     chips = settings.mesh.shape["sp"] if shared else 1
@@ -220,13 +220,13 @@ def cat(tensors, dim=0, **kwargs):
 
 
 def _of_normed(result, tensors):
-    """`result`, of tensors one behind the other: remembers them where one was normed."""
+    """`result`, the concatenation of tensors; records them where one of them was normed."""
     of_norms = all(isinstance(t, Tensor) for t in tensors) and any(norms.normed(t) is not None for t in tensors)
     return made_of(result, cat, *map(same_as, tensors)) if of_norms else result
 
 
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
-    """As `norms.rotated`, also in the chips' order, and of heads that are normed each sequence by itself."""
+    """As `norms.rotated`, also in the chips' order, and for heads whose sequences were normed separately."""
     how = use_real, use_real_unbind_dim, sequence_dim
     joined, inner, axis = x.source if is_joined(x) else (None, x, sequence_dim)
     of_tokens = all(isinstance(table, Tensor) and table.ndim == 2 for table in tables)
@@ -252,9 +252,9 @@ def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
 
 
 def _axes_of_results(function: Callable, given: list, spec: TreeSpec, axes: dict[int, int]) -> list[int] | None:
-    """Where each tensor that the function gives has the tokens; None where it reads several for one of them.
+    """The token axis of each tensor that the function returns; None where a token depends on others, or an axis is not found.
 
-    `axes`: where the arguments of these numbers have them.
+    `axes`: the token axes of the arguments, by index.
     """
     tensors = [n for n, leaf in enumerate(given) if isinstance(leaf, Tensor)]
 
@@ -269,7 +269,7 @@ def _axes_of_results(function: Callable, given: list, spec: TreeSpec, axes: dict
 
     avals = [jax.ShapeDtypeStruct(given[n].shape, given[n].jax().dtype) for n in tensors]
     try:
-        with using(replace(current(), layers="xla")):  # whose equations are known
+        with using(replace(current(), layers="xla")):  # whose equations `axes_of_tokens` supports
             jaxpr = jax.make_jaxpr(plainly)(*avals)
         found = axes_of_tokens(jaxpr.jaxpr, [axes.get(n) for n in tensors])
     except Exception:  # it is raised again where the function runs on values

@@ -1,11 +1,11 @@
-"""Linear layers with what follows them: upstream says it operation by operation, one kernel does it on the way out.
+"""Linear layers fused with the operations that follow: upstream has them one by one, one kernel computes all of them.
 
     activation(linear(x))
     h + linear(x)                                   h + gate * linear(x)                       (a layer's product with another: `gated`)
     (h.float() + linear(x) * gate).to(h.dtype)
 
-Each result on that way remembers of what it was made (`made_of`). Who makes the last one asks the kernel for the whole, which
-rounds where the single operations round; they are dead code then.
+Each intermediate result records what it was made of (`made_of`). The last operation calls the kernel for the whole chain, which
+rounds where the single operations round; those are dead code then.
 """
 
 import functools
@@ -36,12 +36,12 @@ from .views import has_values
 
 aten = torch.ops.aten
 
-MANY_ENTRIES, MOST_BEHIND = 1 << 22, 64  # of an array that is put together, and of how many
-FEW_ROWS = 64  # samples that scales and shifts are computed of; more are tokens
+MANY_ENTRIES, MOST_BEHIND = 1 << 22, 64  # of a concatenated array, and of its pieces
+FEW_ROWS = 64  # rows are samples, of which scales and shifts are computed; more rows are tokens
 
 
 def register(env):
-    """Put the layers and what a layer can be followed by into the environment."""
+    """Register linear layers, and the operators that can follow one, in the environment."""
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
     env.override_op_definition(aten.view.default, reshaped)
@@ -71,23 +71,23 @@ def register(env):
 
 
 def unpacked(stored: Tensor, packed: Packed) -> Tensor:
-    """A weight or a bias as upstream has it, of one that is stored in another order, in which `linear` takes it."""
+    """A weight or bias in upstream's order; records `stored`, in another order, which `linear` uses."""
     return made_of(Tensor(packed.apart(stored.jax(), packed.axis), stored._env), unpacked, stored, packed)
 
 
 def lying(weight: Tensor, split: int | None, layers: tuple | None, narrow: Narrow | None = None) -> Tensor:
-    """The weight, of which it is known that chips of `tp` have parts of its outputs (`split` 0) or inputs (1), of which stack it is
-    which layer, as it lies on the chips, and what it is in 8 bits."""
+    """The weight; records that `tp` splits its outputs (`split` 0) or inputs (1), the stack on the chips and its index there
+    (`layers`), and its 8-bit form (`narrow`)."""
     return made_of(weight, lying, split, layers, narrow)
 
 
 def by_output(weight: Tensor, everywhere: jax.sharding.Sharding) -> Tensor:
-    """The weight, of whose outputs all chips have parts: they are put together, `everywhere`."""
+    """The weight, whose outputs are split over all chips; records the sharding `everywhere` to gather them to."""
     return made_of(weight, by_output, everywhere)
 
 
 def recast(weight: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """`result`, which is the weight in another dtype: it lies as the weight does, but in no stack."""
+    """`result`, the weight in another dtype: records the weight's placement, but no stack."""
     if (of := operands(weight, unpacked)) is not None:
         stored, packed = of
         return made_of(result, unpacked, recast(stored, stored.to(result.dtype)), packed)
@@ -98,7 +98,7 @@ def recast(weight: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def how_it_lies(weight: Tensor) -> dict:
-    """What `lying` was told of a weight, by name; nothing where it was not."""
+    """What `lying` recorded for a weight, by name; empty where it recorded nothing."""
     return dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))
 
 
@@ -108,10 +108,10 @@ def linear(input, weight, bias=None):
         return _packed(input, bias, *of)
     x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
     check_kinds(x, w)
-    if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
+    if x.shape[-1:] != w.shape[-1:]:  # JAX would broadcast one entry
         raise NotTaken
     everywhere = operands(weight, by_output)
-    if everywhere is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a time by token, as image-to-video has it
+    if everywhere is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a timestep per token, as in image-to-video
         w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
     (first, last), lies = operands(input, beside) or (x, None), how_it_lies(weight)
     layer = Layer(first, w, b, current(), lies if last is None else {**lies, "beside": last})
@@ -121,7 +121,7 @@ def linear(input, weight, bias=None):
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = (result if b is None else result + b).astype(dtype)
     if everywhere is not None:
-        # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
+        # Gathered in one exchange; the compiler would exchange the scales and shifts that are sliced from it one by one.
         result = jax.lax.with_sharding_constraint(result, *everywhere)
     result = Tensor(layer_result(result, w.shape[1]), input._env)
     if everywhere is not None:
@@ -130,9 +130,9 @@ def linear(input, weight, bias=None):
 
 
 def by_position(input, weight, b) -> Tensor | None:
-    """A convolution [B, C, ...] of each position alone, by the kernel; None where that does not take it.
+    """A pointwise convolution of [B, C, ...] by the linear kernel; None where that does not support it.
 
-    Such weights lie on a TPU with the longer one of outputs and inputs last.
+    A TPU stores such weights with the longer one of outputs and inputs last.
     """
     x, w, lies = tokens_of(input.jax()), weight.jax(), how_it_lies(weight)
     layers = lies.get("layers")
@@ -152,7 +152,7 @@ def tokens_of(x: jax.Array) -> jax.Array:
 def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
     """`linear` with a weight as it is stored: each chip of `tp` has its part of each projection.
 
-    Where chips share a sequence it is several products: what one projection's result is exchanged for goes beside the others'.
+    Where chips share a sequence each projection is a product of its own, so that exchanges of one overlap with the other products.
     """
     outward, settings = packed.axis == 0, current()
     shared = settings.sequence and settings.mesh.shape["sp"] > 1
@@ -168,7 +168,7 @@ def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
 
 
 def _by_projection(input, bias, stored: Tensor, packed: Packed) -> Tensor:
-    """The layer as a product for each projection in its weight, summed in float32 and rounded once. A slice of a stack's layer is none of the stack."""
+    """One product for each projection in the weight, summed in float32 and rounded once. Each is sliced directly from the stack."""
     x, w, axis = input.jax(), stored.jax(), packed.axis
     stack, layer = how_it_lies(stored).get("layers") or (w[None], 0)
     sizes, shape = [size // packed.tp for size in packed.sizes], [packed.tp if axis == 0 else 1, *w.shape]
@@ -195,7 +195,7 @@ def _by_projection(input, bias, stored: Tensor, packed: Packed) -> Tensor:
 
 
 def reshaped(x, shape):
-    """The operator; of what was normed it is still known, for pairs of its entries, also of what was widened since."""
+    """`aten.view`; the result keeps the record of a norm, for pairs of its entries, also of a norm that was widened since."""
     array = x.jax()
     result = array.reshape(shape)
     if isinstance(array, jax.core.Tracer) and (behind := _behind_each_other(array, result.shape)) is not None:
@@ -207,9 +207,9 @@ def reshaped(x, shape):
 
 
 def _behind_each_other(x: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
-    """x [..., a, b, C] as [..., a * b, C], put together of a arrays; None for what XLA compiles quickly.
+    """x [..., a, b, C] as [..., a * b, C], concatenated from a arrays; None where XLA compiles the reshape quickly.
 
-    Where b ends within a register XLA moves all rows in straight code: a minute of compilation for 30 x 1590 x 3072 (Mochi's frames).
+    Where b rows fill no whole registers XLA unrolls the moves of all rows: a minute of compilation for 30 x 1590 x 3072 (Mochi).
     """
     if x.ndim < 3 or len(shape) < 2 or current().chips > 1 or not current().own_layers or x.size < MANY_ENTRIES:
         return None
@@ -223,20 +223,20 @@ def _behind_each_other(x: jax.Array, shape: tuple[int, ...]) -> jax.Array | None
 
 
 def check_kinds(*arrays: jax.Array):
-    """Raises NotTaken for whole numbers beside floats, which no product of torch's takes; of floats the wider dtype counts, as scripts
-    under autocast expect."""
+    """Raises NotTaken for integers beside floats, which torch's products refuse. Floats of different dtypes are promoted, which
+    scripts under autocast expect."""
     if len({jnp.issubdtype(array.dtype, jnp.inexact) for array in arrays}) > 1:
         raise NotTaken
 
 
-ACTIVATIONS = {  # to names of `COMPUTED`
+ACTIVATIONS = {  # names in `COMPUTED`
     aten.silu.default: lambda: "silu",
     aten.gelu.default: lambda *, approximate="none": "gelu_tanh" if approximate == "tanh" else "gelu",
 }
 
 
 def activated(overload, plain, x, *args, **kwargs):
-    """The operator, by `linear` itself where its input comes from there and the kernel has such an activation."""
+    """The activation, by the linear layer's kernel where x is a layer's result and the kernel has that activation."""
     layer, activation = layer_of(x), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
     if activation and (wide := widened(x)) is not None and wide.layer is not None:
         return made_of(plain(x, *args, **kwargs), activated, wide.layer, activation)
@@ -251,10 +251,10 @@ def activated(overload, plain, x, *args, **kwargs):
 
 
 def cast(x, result):
-    """`result`, which is x in another dtype: a residual sum back in its dtype comes from the layer's kernel.
+    """`result`, x in another dtype. A residual sum that is cast back to its first dtype is computed by the layer's kernel.
 
-    There and back through a dtype that holds every value of the first is x itself: weights that are stored in one dtype and
-    cast for each call (upstream's layerwise casting) are not written to.
+    A cast to a wider dtype and back gives the first array again: weights that are stored in one dtype and cast for each call
+    (upstream's layerwise casting) do not count as written to.
     """
     if result is x or not (isinstance(x, Tensor) and isinstance(result, Tensor)):
         return result
@@ -279,7 +279,7 @@ def cast(x, result):
 
 @functools.cache
 def _holds(wide, narrow) -> bool:
-    """Whether every number of the one dtype is one of the other's."""
+    """Whether `wide` represents every number of `narrow`; False for dtypes other than floats."""
     if not (jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(narrow, jnp.floating)):
         return False
     wide, narrow = jnp.finfo(wide), jnp.finfo(narrow)
@@ -287,7 +287,7 @@ def _holds(wide, narrow) -> bool:
 
 
 def _in_one(plain, operator, x, y, **alpha):
-    """torchax's sum or product. Outside of a trace as one operation: torchax makes more, a product by 1 and a number's way to the chips."""
+    """torchax's arithmetic, outside of a trace as one operation: torchax also multiplies by 1 and moves a number to the chips."""
     if alpha or not (has_values(x) and (isinstance(y, float) or has_values(y))):
         return plain(x, y, **alpha)
     if isinstance(y, float):
@@ -296,7 +296,7 @@ def _in_one(plain, operator, x, y, **alpha):
 
 
 def _followed(env, operator, follows, x, y, **kwargs):
-    """torchax's operator of two tensors, and what one of `follows` makes of its result and the two. Of two truths it is one, as torch's."""
+    """torchax's operator of two tensors, or what the first of `follows` that applies returns; boolean for booleans, as in torch."""
     result = _made(env, operator, x, y, **kwargs)
     if result.dtype != torch.bool and _is_truth(x) and _is_truth(y):
         return Tensor(result.jax() != 0, env)
@@ -307,7 +307,7 @@ def _followed(env, operator, follows, x, y, **kwargs):
 
 
 def _noted(env, operator, note, x, *args, **kwargs):
-    """torchax's operator of a tensor, and what `note` makes of its result and the arguments."""
+    """torchax's operator of a tensor, or what `note` makes of its result and the arguments, if that is not None."""
     result = _made(env, operator, x, *args, **kwargs)
     noted = note(result, x, *args) if isinstance(x, Tensor) and not kwargs else None
     return result if noted is None else noted
@@ -325,23 +325,23 @@ def _is_truth(x) -> bool:
 
 
 def _gated(result, x, gate):
-    """Remembers that x is a layer's output, and the gate one for all tokens: [B, 1, N]."""
+    """Records x * gate, where x is a layer's output [B, T, N] and the gate is one for all tokens, [B, 1, N]."""
     wide = widened(x)
     layer = layer_of(x) if wide is None else wide.layer
     if layer is None or gate.ndim != 3 or x.ndim != 3 or gate.shape[1] != 1 or gate.shape[2] != x.shape[2]:
         return None
-    if layer.sizes is not None:  # a convolution along one axis
+    if layer.sizes is not None:  # a 1-d convolution
         return None
     return made_of(result, _gated, layer, gate.jax().astype(result.jax().dtype)) if result.shape == x.shape else None
 
 
 def _by_one(result, x, divisor):
-    """x as it is: upstream's attention divides its layer's output by a factor, which is one."""
+    """x itself where the divisor is 1: upstream's attention divides its layer's output by such a factor."""
     return same_as(x) if isinstance(divisor, (int, float)) and divisor == 1 and result.dtype == x.dtype else None
 
 
 def _added(result, x, residual):
-    """The layer's own sum where both are in its dtype; in float32 remembers what it is made of, until it is cast back."""
+    """The sum by the layer's kernel where both are in its dtype; a float32 sum is recorded, for when it is cast back."""
     layer, gate = operands(x, _gated) or (layer_of(x), None)
     if layer is None or result.shape != x.shape or residual.shape != x.shape:
         return None
@@ -353,7 +353,7 @@ def _added(result, x, residual):
 
 
 def takes_residual(result: Tensor, again: Callable[[jax.Array], jax.Array]) -> Tensor:
-    """The result, of which `again` of a residual is the sum, at little more than its own cost."""
+    """The result; records that `again(residual)` computes the sum of both, at little more than the result's own cost."""
     return made_of(result, takes_residual, again)
 
 
@@ -364,7 +364,7 @@ def _with_residual(result, x, residual):
 
 
 def _again(layer: Layer, gate=None, residual=None, activation: str = "") -> jax.Array | None:
-    """A layer with what follows it, on the chips where it was; None where the kernel does not take it."""
+    """The layer with its activation, gate or residual, in its own settings; None where the kernel does not support it."""
     x, w, b, settings, lies, sizes, _ = layer
     if residual is not None and residual.dtype != x.dtype:
         return None

@@ -1,4 +1,4 @@
-"""The line of the model's own code that a trace has come to, or that an error came from."""
+"""The line of the model's own code that a trace has reached, or that an error came from."""
 
 import functools
 import linecache
@@ -8,7 +8,7 @@ import traceback
 import types
 from dataclasses import dataclass
 
-from jax._src.config import traceback_filtering  # of one thread, for a while; JAX's public name is the process's
+from jax._src.config import traceback_filtering  # a context for one thread; JAX's public option is global
 
 
 INSIDE = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/opt_einsum/")
@@ -41,7 +41,7 @@ def line_of_frame(frame: types.FrameType, number: int | None = None) -> Line:
 
 
 def frames_to_asker() -> list[types.FrameType]:
-    """From here out to the model's own code; without any on the stack, to the outermost frame."""
+    """The frames from here out to the model's own code, or to the outermost frame where none of it is on the stack."""
     frames = [sys._getframe(1)]
     while frames[-1].f_back is not None and foreign(frames[-1].f_code.co_filename):
         frames.append(frames[-1].f_back)
@@ -49,12 +49,12 @@ def frames_to_asker() -> list[types.FrameType]:
 
 
 def asking_line() -> Line:
-    """Where the model's own code is now."""
+    """The line of the model's own code that is running."""
     return line_of_frame(frames_to_asker()[-1])
 
 
 def line_of(error: BaseException) -> Line:
-    """The model's own line that an error went through last; without one, where it was raised."""
+    """The innermost line of the model's own code in an error's traceback; without one, the line that raised it."""
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, number) for frame, number in frames if not foreign(frame.f_code.co_filename)]
     return line_of_frame(*(own or frames)[-1])
@@ -64,13 +64,13 @@ whole_tracebacks = functools.partial(traceback_filtering, "off")  # errors that 
 
 
 def raised_inside(error: BaseException, places: tuple[str, ...] = INSIDE) -> bool:
-    """Whether a file of these places raised it; of torch, torchax, JAX or what they build on: not the model's code, which checks what it
-    is given, nor ours."""
+    """Whether a file in one of these places raised the error. By default these are torch, torchax, JAX and what they build on, not
+    the model's code, which checks its arguments, nor ours."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return any(name in frame.f_code.co_filename for name in places)
 
 
 def asked_by_ours(error: BaseException) -> bool:
-    """Whether it comes from what stands in the place of lines of the model's (`*_flax.py`), not from its own last line."""
+    """Whether code of ours that replaces the model's (`*_flax.py`) is further in in the traceback than the model's own code."""
     files = (frame.f_code.co_filename for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]))
     return next((file.endswith(OURS) for file in files if not foreign(file) or file.endswith(OURS)), False)

@@ -1,4 +1,4 @@
-"""Norms of tokens with what follows them, a factor, a summand or a rotation by position: one kernel does it in one pass.
+"""Norms of tokens fused with what follows (a factor, a summand or a rotation by position): one kernel, one pass.
 
     norm(x) * (1 + scale) + shift                   (norm(x.float()) * (1 + scale) + shift).to(x.dtype)
 
@@ -28,14 +28,12 @@ from .made_of import made_of, operands, widened
 from .on_host import NotTaken
 
 
-LEAST_BYTES = (
-    16 << 20
-)  # of heads on a chip: fewer stay in VMEM, where the compiler's way is quicker (CogView4 on v6e-8)
-WIDEST = 6144  # heads of a token side by side, in the kernel that norms each: blocks of 256 tokens take 12 MiB of VMEM, v5e gives 16
+LEAST_BYTES = 16 << 20  # of heads on a chip: fewer stay in VMEM, where XLA's code is faster (CogView4 on v6e-8)
+WIDEST = 6144  # features of a token's heads, in the kernel that norms each: blocks of 256 tokens take 12 MiB of VMEM, v5e gives 16
 
 
 class Normed(NamedTuple):
-    """What was normed and what was done to it since; `narrow`: before it was widened for that, None: it was not."""
+    """A normed array and the steps that followed. `narrow`: the array before it was widened for the norm; None: it was not."""
 
     x: jax.Array
     norm: Norm
@@ -43,7 +41,7 @@ class Normed(NamedTuple):
     steps: tuple[Step, ...] = ()
 
     def instead_of(self, result: Tensor) -> Tensor:
-        """All of it by the kernel, in the dtype of what was not widened yet; the result where that does not take it."""
+        """Norm and steps by the kernel, in the dtype before widening; `result` where the kernel does not support them."""
         wide = self.narrow is not None
         x = self.narrow if wide else self.x
         if x.shape != result.shape:
@@ -52,10 +50,10 @@ class Normed(NamedTuple):
         return result if whole is None else Tensor(whole, result._env)
 
     def of_heads(self, tables: tuple[jax.Array, ...] = (), apart: bool = False) -> jax.Array | None:
-        """Heads [B, T, N, D] or [B, N, T, D], each normed by itself, and perhaps times a vector of D entries; None: not by the kernel.
+        """Heads [B, T, N, D] or [B, N, T, D], each normed by itself, and optionally times a vector [D]; None: not supported.
 
-        Of [B, T, N, D] pairs of entries, or of halves `apart`, are turned by tables [T, D] or [B, T, D], cos and sin; not of what was
-        normed in float32 by hand and is not narrowed yet.
+        `tables`, cos and sin, [T, D] or [B, T, D], rotate pairs of entries of [B, T, N, D], or of its halves (`apart`). This is not
+        supported for heads that were normed in float32 by hand and are not cast back yet.
         """
         if tables and self.narrow is self.x:
             return None
@@ -76,13 +74,13 @@ class Normed(NamedTuple):
 
 
 def normed(x) -> Normed | None:
-    """The norm that x comes from as it is, or with what was done to it; None where it does not."""
+    """The record of the norm and the steps whose result x is; None where it is none."""
     of = operands(x, Normed)
     return of and Normed(*of)
 
 
 def _with(result: Tensor, of: Normed) -> Tensor:
-    """The result, which is this; by the kernel, unless it is float32 and may be cast back yet."""
+    """The result, with the record `of`; computed by the kernel, unless it was widened and may still be cast back."""
     return made_of(of.instead_of(result) if of.narrow is None else result, Normed, *of)
 
 
@@ -93,7 +91,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """x / sqrt(mean(x^2) + eps) * weight in float32, which also has the default of eps."""
+    """x / sqrt(mean(x^2) + eps) * weight in float32; the default of eps is float32's."""
     axes = last_axes(input, normalized_shape)
     x, eps = _wide(input), jnp.finfo(jnp.float32).eps.item() if eps is None else eps
     result = x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
@@ -152,7 +150,7 @@ def _followed(name: str, result, x, vector) -> Tensor | None:
 
 
 def narrowed(x, result: Tensor) -> Tensor | None:
-    """`result`, which is x cast back to what its norm was widened from; None where it is not."""
+    """`result`, x cast back to the dtype that it was widened from for its norm; None for other casts."""
     of = normed(x)
     if of is None or of.narrow is None or of.narrow.dtype != result.jax().dtype:
         return None
@@ -161,13 +159,13 @@ def narrowed(x, result: Tensor) -> Tensor | None:
 
 
 def squared(result, x, exponent) -> Tensor | None:
-    """Remembers what was widened and squared."""
+    """Records the array, before it was widened, that `result` is the square of."""
     before = widened(x)
     return None if before is None or exponent != 2 else made_of(result, squared, before.narrow)
 
 
 def mean(result, x, dim=None, keepdim=False) -> Tensor | None:
-    """Remembers what has these mean squares, over the last axis."""
+    """Records the array that has these mean squares over the last axis."""
     of = operands(x, squared)
     return made_of(result, mean, *of) if of is not None and keepdim and dim in ([-1], [x.ndim - 1]) else None
 
@@ -178,13 +176,13 @@ def with_eps(result, x, eps) -> Tensor | None:
 
 
 def inverse(result, x) -> Tensor | None:
-    """Remembers what has these inverse root mean squares."""
+    """Records the array that has these inverse root mean squares."""
     of = operands(x, with_eps)
     return None if of is None else made_of(result, inverse, *of)
 
 
 def by_hand(result, x, factor):
-    """Remembers that x is multiplied by the inverse of its own root mean square, in float32."""
+    """Records an RMS norm: x times the inverse of its own root mean square, in float32."""
     narrow, eps = (operands(factor, inverse) if isinstance(factor, Tensor) else None) or (None, None)
     if narrow is None or x.jax() is not narrow or result.shape != x.shape:
         return None
@@ -192,7 +190,7 @@ def by_hand(result, x, factor):
 
 
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
-    """Upstream's `apply_rotary_emb` of heads [B, T, N, D] just normed, in the norm's kernel; None: as upstream does it."""
+    """Upstream's `apply_rotary_emb` of heads [B, T, N, D] just normed, in the norm's kernel; None: not supported."""
     of, known = normed(x), use_real and sequence_dim == 1 and all(isinstance(t, Tensor) for t in tables)
     if of is None or not known or x.shape != of.x.shape:
         return None
@@ -207,13 +205,13 @@ def plainly_rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, apart: bool) -
 
 
 def _normed_and_rotated(of: Normed, tables: tuple[jax.Array, jax.Array], apart: bool = False) -> jax.Array | None:
-    """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D] or [B, T, D]."""
+    """Heads [B, T, N, D] normed and rotated by one kernel; None: not supported, such as tables other than [T, D] or [B, T, D]."""
     (batch, tokens, _, dim), shape = of.x.shape, tables[0].shape
     return of.of_heads(tables, apart) if shape in ((tokens, dim), (batch, tokens, dim)) else None
 
 
 def turned(result, pairs, matrices):
-    """Remembers that pairs [..., D / 2, 1, 2] are multiplied by matrices [..., D / 2, 2, 2]: their sums are pairs turned."""
+    """Records pairs [..., D / 2, 1, 2] times matrices [..., D / 2, 2, 2]: summed, these are rotated pairs."""
     if pairs.ndim < 4 or pairs.shape[-2:] != (1, 2) or matrices.shape[-2:] != (2, 2) or result.dtype != torch.float32:
         return None
     if result.shape[:-2] != pairs.shape[:-2] or matrices.shape[-3] != pairs.shape[-3]:
@@ -222,13 +220,13 @@ def turned(result, pairs, matrices):
 
 
 def as_complex(plain, pairs):
-    """torch's `view_as_complex` of pairs [..., D / 2, 2], which the result remembers."""
+    """torch's `view_as_complex`; the result records its pairs [..., D / 2, 2]."""
     norm = _norm_of_pairs(pairs, (2,))
     return made_of(Tensor(plain(pairs.jax()), pairs._env), as_complex, pairs.jax(), norm)
 
 
 def _norm_of_pairs(pairs, pair: tuple[int, ...]) -> Normed | None:
-    """The norm that heads come from of which these are pairs, [B, T, N, D / 2, *pair]; None where they come from none."""
+    """The norm whose heads were reshaped to these pairs, [B, T, N, D / 2, *pair]; None where there is none."""
     wide = widened(pairs)
     norm = normed(pairs) if wide is None else wide.norm
     shape = (*norm.x.shape[:-1], norm.x.shape[-1] // 2, *pair) if norm is not None else None
@@ -236,14 +234,14 @@ def _norm_of_pairs(pairs, pair: tuple[int, ...]) -> Normed | None:
 
 
 def turned_complex(result, x, turns):
-    """Remembers that pairs are multiplied as complex numbers, each by one."""
+    """Records pairs that are multiplied elementwise, as complex numbers, by `turns`."""
     of = operands(x, as_complex)
     known = of is not None and result.shape == x.shape and turns.shape[-1:] == x.shape[-1:]
     return made_of(result, turned_complex, *of, turns.jax()) if known else None
 
 
 def as_real(plain, x):
-    """torch's `view_as_real`; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
+    """torch's `view_as_real`; rotated pairs are computed on whole heads, as XLA would keep each pair in a row of 128 lanes."""
     if (of := operands(x, turned_complex)) is None:
         return Tensor(plain(x.jax()), x._env)
     pairs, norm, turns = of
@@ -252,7 +250,7 @@ def as_real(plain, x):
 
 
 def summed(plain, x, dim=None, keepdim=False, **kwargs):
-    """The operator; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
+    """torch's `sum`; rotated pairs are computed on whole heads, as XLA would keep each pair in a row of 128 lanes."""
     of = operands(x, turned)
     if of is None or dim not in ([-1], [x.ndim - 1]) or keepdim or kwargs:
         return plain(x, dim, keepdim, **kwargs)
@@ -265,7 +263,7 @@ def summed(plain, x, dim=None, keepdim=False, **kwargs):
 def _turned_heads(
     pairs: jax.Array, axes: int, norm: Normed | None, tables: tuple[jax.Array, jax.Array], env
 ) -> Tensor:
-    """Pairs of heads, of the last `axes` axes, turned by tables, [B, T, 1, D] or [T, 1, D] if of all heads: [..., D / 2, 2] in float32."""
+    """Pairs of heads' last `axes` axes, rotated by tables, [B, T, 1, D] or [T, 1, D] for all heads: [..., D / 2, 2] in float32."""
     heads, result = pairs.reshape(*pairs.shape[: -1 - axes], -1), None
     if norm is not None and tables[0].ndim in (3, 4) and tables[0].shape[-2] == 1:
         alike = [table[0] if table.ndim == 4 and len(table) == 1 else table for table in tables]

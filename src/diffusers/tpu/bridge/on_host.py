@@ -1,7 +1,7 @@
-"""torch's own operators on the host, in the place of the chips': random draws, and errors of what torch does not take either.
+"""torch's own operators, run on the host instead of on the chips: random draws, and calls that torch refuses as well.
 
-Draws come from torch's CPU generators, wherever the tensors lie, so that a seed gives the noise it gives everywhere. An operator that
-fails on the chips is asked again on the host: torch's own error is raised at upstream's line.
+Draws come from torch's CPU generators, wherever the tensors are, so that a seed gives the same noise as on a CPU. An operator that
+fails on the chips is run again on the host, to raise torch's own error at upstream's line.
 """
 
 import functools
@@ -18,12 +18,12 @@ from .lines import raised_inside
 
 
 META = torch.device("meta")  # which computes shapes and dtypes alone
-# torch marks its operators that draw; marked too are attention and layers that would in training, by other operators.
+# torch tags the operators that draw. It also tags attention and layers that draw in training only, by other operators.
 _NOT_A_DRAW = "attention|sdp|^_cudnn|^_lstm|^lstm$|^gru$|_rnn|^rnn_|^rrelu$|^(feature_)?(alpha_)?dropout_?$"
 
 
 class NotTaken(Exception):
-    """An operator of ours is given shapes or dtypes that torch's refuses: `refusal` has torch's error."""
+    """An operator of ours got shapes or dtypes that torch's refuses; `refusal` finds torch's error."""
 
 
 @functools.cache
@@ -38,10 +38,10 @@ def is_draw(func) -> bool:
 
 
 def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
-    """What the operator gives, drawn or otherwise computed on the host; in the place of a tensor that it writes to, that tensor.
+    """The operator's result, drawn or otherwise computed on the host. A device tensor that it writes to is updated and returned.
 
-    `on_host(func, args, kwargs)` runs torch's own. While a model is traced its tensors have no values, and zeros stand for
-    them: who traces looks at `env.draws` afterwards, and does not keep such a program.
+    `on_host(func, args, kwargs)` runs torch's own. Traced tensors have no values, and zeros replace them: the code that traces
+    checks `env.draws` afterwards, and does not keep such a program.
     """
     owners: dict[int, torch.Tensor] = {}
 
@@ -70,12 +70,12 @@ def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
 
 
 def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
-    """torch's own error for these arguments of `func`, which has `failed`; None: torch takes them, or cannot be asked.
+    """torch's own error for these arguments of `func`, which raised `failed`; None: torch accepts them, or cannot be tried.
 
-    Tensors of a trace have no values. Zeros stand for them, and only if torch's meta device, which computes nothing, refuses
-    their shapes and dtypes too, or an operator of ours did.
+    Traced tensors have no values, and zeros replace them. Then torch's error counts only if its meta device, which computes
+    nothing, refuses their shapes and dtypes too, or if an operator of ours did.
     """
-    # An operator of ours that took for a tensor what is none fails at its array.
+    # An operator of ours fails this way for an argument that is no device tensor.
     another_type = isinstance(failed, AttributeError) and failed.name in ("jax", "_env")
     asks = another_type or isinstance(failed, NotTaken) or is_refused(failed) or raised_inside(failed)
     if not asks or is_draw(func):
@@ -88,7 +88,7 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
             with plain():
                 given, named = tree_map_only(torch.Tensor, functools.partial(stand_in, device), (args, kwargs))
                 func(*given, **({**named, "device": device} if named.get("device") is not None else named))
-        except NotImplementedError:  # by its values
+        except NotImplementedError:  # depends on values
             return None
         except Exception as refused:
             error = refused
@@ -111,5 +111,5 @@ def stand_in(device: torch.device, t: torch.Tensor) -> torch.Tensor:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether this is an error that `refusal` gave."""
+    """Whether this is an error that `refusal` returned."""
     return getattr(error, "refused_by_torch", False)

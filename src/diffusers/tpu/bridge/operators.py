@@ -31,9 +31,9 @@ aten = torch.ops.aten
 
 
 def register(env):
-    """Put every operator of this file into the environment."""
+    """Register every operator of this file in the environment."""
 
-    def over(ours, function):  # ours, which is given torchax's first
+    def over(ours, function):  # ours, with torchax's operator as its first argument
         return functools.partial(ours, env._get_op_or_decomp(function).func)
 
     ours = {
@@ -75,9 +75,9 @@ def register(env):
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """torch's SDPA on the TPU path: any leading axes, every argument with torch's meaning; dropout draws as torch's does on the CPU."""
+    """torch's SDPA on the TPU path: any leading axes, every argument as in torch; dropout draws as torch does on the CPU."""
     if dropout_p:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # which this operator of torch's would add
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # this operator of torch would add it
             attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
         by_torch = aten._scaled_dot_product_attention_math
         return by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
@@ -118,7 +118,7 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
 
 
 def _normed_shard(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Array:
-    """Of a shard [N, C, H, W], of frames of them [N, C, T, H, W], or of its positions one after another [N, C, H * W]."""
+    """Group norm of a shard [N, C, H, W], of its frames [N, C, T, H, W], or of its flattened positions [N, C, H * W]."""
     rows_and_columns = halo_shards().of_positions(x.shape[2]) if x.ndim == 3 else x.shape[-2:]
     maps = jnp.moveaxis(x.reshape(*x.shape[:2], -1, *rows_and_columns), 1, -1)
     weight = jnp.ones(x.shape[1]) if weight is None else weight.jax()
@@ -130,12 +130,12 @@ WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already, rows 
 
 
 def joined_in_time(environment, frames: Behind) -> Tensor:
-    """Frames [B, C, t, H, W] behind others; a convolution that reads them lays them beside its neighbours' itself."""
+    """Frames [B, C, t, H, W] after earlier ones; records `frames`, to which a convolution adds the neighbours' columns itself."""
     return made_of(Tensor(frames.joined(), environment), joined_in_time, frames)
 
 
 def _with_neighbours(input, split, left: int, right: int, repeated: bool = False) -> jax.Array:
-    """`HaloShards.with_neighbours` of a tensor, which is from then on read from there: nothing has to hold it twice."""
+    """`HaloShards.with_neighbours` of a tensor. One of `joined_in_time` becomes a slice of the result: memory holds it once."""
     (behind,) = operands(input, joined_in_time) or (None,)
     beside = split.with_neighbours(behind or input.jax(), left, right, repeated=repeated)
     if behind:
@@ -144,7 +144,7 @@ def _with_neighbours(input, split, left: int, right: int, repeated: bool = False
 
 
 def _product(plain, *factors, **kwargs):
-    """torchax's makes floats of whole numbers beside them."""
+    """torchax's product; `check_kinds` refuses integers beside floats, which torchax would convert."""
     arrays = [x.jax() for x in factors]
     layers.check_kinds(*arrays)
     return Tensor(plain(*arrays, **kwargs), factors[0]._env)
@@ -157,7 +157,7 @@ def _einsum(plain, equation, *factors):
 
 
 def _pad(torchax_pad, input, pad, mode="constant", value=None):
-    """Zero padding that a convolution can do by itself; along a split width, neighbours' columns in place of zeros or repeated ones."""
+    """`F.pad`. Zeros are recorded, for a convolution to pad itself. Along a split width neighbours' columns replace the padding."""
     x, split = input.jax(), halo_shards()
     if split is not None and mode == "replicate" and len(pad) == 2 * (x.ndim - 2) and max(pad[:2]) <= 1:
         widths = [(0, 0)] * 2 + list(zip(pad[-2::-2], pad[-1::-2]))
@@ -185,9 +185,9 @@ def _at_its_precision(torchax_convolution, *args):
 
 
 def _by_images(compute: Callable, input, weight, bias, stride, *others) -> Tensor | None:
-    """What `compute` gives, of images that all chips share, whole ones each; None where it would leave most chips without, or cuts patches.
+    """The result of `compute` with whole images distributed over all chips; None where most chips would get none, or for patches.
 
-    A map that is not split the partitioner would cut for each convolution by itself, and exchange the rims.
+    The partitioner would split the maps for each convolution anew, and exchange halos.
     """
     settings, count = current(), len(input)
     patches = tuple(stride) == tuple(weight.shape[2:])
@@ -216,7 +216,7 @@ def _convolution(
         if split is not None:
             raise NotByShards("expected a convolution of a split map, got a transposed one")
         wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w)]
-        apart = groups if transposed and groups < x.shape[1] else 1  # of several channels a group torchax mixes them
+        apart = groups if transposed and groups < x.shape[1] else 1  # torchax mixes groups of several channels
         how = None, stride, padding, dilation, transposed, output_padding, groups // apart
         pieces = zip(jnp.split(wide[0], apart, 1), jnp.split(wide[1], apart))
         result = jnp.concatenate([torchax_convolution(*piece, *how) for piece in pieces], 1)
@@ -247,7 +247,7 @@ def _convolution(
     if split is None and simple and math.prod((*stride, *taps)) == 1 and not any(map(any, widths)):
         if (result := layers.by_position(padded, weight, b)) is not None:
             return result
-        if current().chips > 1:  # which share the positions: as a layer of tokens
+        if current().chips > 1:  # they share the positions: a linear layer of tokens
             tokens, of_token = (
                 Tensor(array, input._env) for array in (jnp.moveaxis(x, 1, -1), w.reshape(w.shape[:2]))
             )
@@ -262,7 +262,7 @@ def _convolution(
         of_stack = None if of_stack is None else (_by_lines(of_stack[0], axes), of_stack[1])
         how = {"edge": widths[-1][0], "layers": of_stack, "fill": axes == 2}
         large = convolution_kernel.convolution(lines, _by_lines(w, axes), b, current(), **how)
-        if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
+        if large is not None:  # computed at every position: of strides, which a UNet has few of, some are not used
             large = large if of_videos else large[:, :: stride[0], 0, :: stride[1]]
             return Tensor(jnp.moveaxis(large, -1, 1), input._env)
     wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)
@@ -273,19 +273,19 @@ def _convolution(
 
 
 def _by_lines(w, axes: int):
-    """Weights [..., O, C, h, w] of maps, or [..., O, C, t, h, w], as [..., h or t, 1 or h, w, O, C], which lie on a TPU as they do."""
+    """Weights [..., O, C, h, w] of maps, or [..., O, C, t, h, w], as [..., h or t, 1 or h, w, O, C]: the same layout on a TPU."""
     w = jnp.moveaxis(w, (-axes - 2, -axes - 1), (-2, -1))
     return w if axes == 3 else w[..., None, :, :, :]
 
 
 def _by_channel(x, w, b, widths):
-    """A convolution of each channel alone; the compiler's uses a few rows of the matrix units."""
+    """A depthwise convolution; XLA's uses only a few rows of the matrix units."""
     y = depthwise.by_channel(jnp.moveaxis(x, 1, -1), jnp.moveaxis(w[:, 0], 0, -1), b, widths, current())
     return jnp.moveaxis(y, -1, 1)
 
 
 def _by_channel_of_rows(x, w, b, widths):
-    """`_by_channel` of maps whose rows lie on all chips. The partitioner would exchange nine slices, or write the map filled up."""
+    """`_by_channel` of maps whose rows all chips share. The partitioner would exchange nine slices, or write a padded map."""
     edge = widths[0][0]
 
     def on_shard(columns):
@@ -296,9 +296,9 @@ def _by_channel_of_rows(x, w, b, widths):
 
 
 def _by_patches(x, w, b):
-    """A convolution whose patches lie side by side, as a product of matrices in float32.
+    """A convolution whose patches do not overlap, as a matrix product summed in float32.
 
-    As a convolution of bfloat16 summed in float32 the partitioner fails on it where the map is small.
+    Where the map is small the partitioner fails on it as a convolution of bfloat16 summed in float32.
     """
     sizes = w.shape[2:]
     x = x[(..., *(slice(length // size * size) for length, size in zip(x.shape[2:], sizes)))]
@@ -310,7 +310,7 @@ def _by_patches(x, w, b):
 
 def _by_columns(x, w, b, widths, repeated=False, residual=None):
     """A convolution [N, C, (T,) H, W] of stride 1 as `by_columns` computes it."""
-    if x.ndim == 4:  # many maps, none of which sees another: as if they were one's frames
+    if x.ndim == 4:  # independent maps, computed as the frames of one video
         residual = None if residual is None else residual.swapaxes(0, 1)[None]
         out = _by_columns(x.swapaxes(0, 1)[None], w[:, :, None], b, [(0, 0), *widths], residual=residual)
         return out[0].swapaxes(0, 1)
@@ -329,7 +329,7 @@ def _in_float32(jax_function, x, *args, **kwargs):
 
 
 def _cast_before(operator, x, *args, dtype=None, **kwargs):
-    """A reduction in the dtype asked for, as torch does it: its argument is cast. torchax forgets that argument, or refuses it."""
+    """A reduction whose tensor is first cast to `dtype`, as in torch. torchax ignores `dtype`, or raises."""
     array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))
     if operator.is_jax_function:
         return Tensor(operator.func(array, *args, **kwargs), x._env)
@@ -339,7 +339,7 @@ def _cast_before(operator, x, *args, dtype=None, **kwargs):
 def _mean_of_windows(
     plain, x, size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
 ):
-    """torchax's; where the last window may end behind the map, over the entries that are there, of padding too if that counts."""
+    """torchax's; with `ceil_mode` a window may end beyond the map. Its mean is of entries inside, and of padding if that counts."""
     array = x.jax()
     if not ceil_mode:
         result = plain(array, size, stride or size, padding, ceil_mode, count_include_pad, divisor_override)
@@ -348,7 +348,7 @@ def _mean_of_windows(
     stride, padding = (list(n) * (axes if len(n) == 1 else 1) for n in (stride or size, padding or [0]))
     behind = []
     for length, window, step, pad in zip(array.shape[-axes:], size, stride, padding):
-        # Where the last window begins: within the map, or before it.
+        # The last window has to begin within the map, or in the padding before it.
         last = -(-(length + 2 * pad - window) // step) * step
         last -= step if last >= length + pad else 0
         behind.append(max(last + window - length - 2 * pad, 0))
@@ -366,13 +366,13 @@ def _mean_of_windows(
 
 
 def copy_(x, source, non_blocking=False):
-    """Gives x the values of `source`, spread over its places; torchax gives it the shape too."""
+    """Write the values of `source`, broadcast to x's shape, into x; torchax also changes x's shape."""
     x._elem = jnp.broadcast_to(x._env.moved(source).jax().astype(x.jax().dtype), x.shape)
     return x
 
 
 def is_all_true(x):
-    """What `torch._check_tensor_all` asks. Of values that a trace does not have it is taken to hold, as in `torch.compile`."""
+    """The test of `torch._check_tensor_all`. For traced values it is assumed to hold, as in `torch.compile`."""
     if isinstance(x.jax(), jax.core.Tracer):
         with jax.ensure_compile_time_eval():
             return Tensor(jnp.ones((), jnp.bool_), x._env)
@@ -380,14 +380,14 @@ def is_all_true(x):
 
 
 def softmax(x, dim, dtype=None):
-    """Softmax in float32, given in `dtype`; torchax forgets that argument."""
+    """Softmax in float32, returned in `dtype`, which torchax ignores."""
     array = x.jax()
     result = jax.nn.softmax(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=dim)
     return Tensor(result.astype(array.dtype if dtype is None else mappings.t2j_dtype(dtype)), x._env)
 
 
 def type_as(self, other):
-    """The tensor in other's dtype, a new one if that is another. torchax changes `self` in place, and with it every other name of it."""
+    """The tensor in other's dtype; a new tensor if that differs, where torchax changes `self` in place."""
     if self.dtype == other.dtype:
         return self
     if joined.is_joined(self):

@@ -1,4 +1,4 @@
-"""`F.interpolate`, where torchax lacks a form or has another's dtype."""
+"""`F.interpolate`, where torchax lacks a mode or returns another dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ def interpolate(
     recompute_scale_factor=None,
     antialias=False,
 ):
-    """torch's `F.interpolate`. `nearest` and `nearest-exact` in the input's dtype: torchax's way returns dtypes that disagree in bfloat16.
+    """torch's `F.interpolate`. `nearest` and `nearest-exact` keep the input's dtype; torchax's dtypes disagree in bfloat16.
 
-    With `antialias` as torch filters; torchax has no such form.
+    `antialias` filters as torch does; torchax does not support it.
     """
     x = input.jax()
     filtered = antialias and mode in REACH
@@ -37,11 +37,11 @@ def interpolate(
     return Tensor(x, input._env)
 
 
-REACH = {"bilinear": 1.0, "bicubic": 2.0}  # of a filter, to each side
+REACH = {"bilinear": 1.0, "bicubic": 2.0}  # how far a filter reaches to each side
 
 
 def _filtered(x: jax.Array, targets: list[int], factors, mode: str, align_corners, recompute) -> jax.Array:
-    """Maps [N, C, H, W] of these sizes, each value a weighted mean over what it covers (ATen, UpSampleKernel.cpp)."""
+    """Maps [N, C, H, W] resized to `targets`: each value is a weighted mean of what it covers (ATen, UpSampleKernel.cpp)."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     for axis, (length, target, factor) in enumerate(zip(x.shape[2:], targets, factors), start=2):
         if align_corners:
@@ -53,7 +53,7 @@ def _filtered(x: jax.Array, targets: list[int], factors, mode: str, align_corner
 
 
 def _filter(length: int, target: int, step: float, mode: str) -> np.ndarray:
-    """Weights [target, length], each row's sum 1."""
+    """Weights [target, length]; each row sums to 1."""
     spread = max(step, 1.0)
     reach, centres = REACH[mode] * spread, step * (np.arange(target) + 0.5)
     first = np.maximum((centres - reach + 0.5).astype(int), 0)[:, None]

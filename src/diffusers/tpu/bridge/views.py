@@ -1,6 +1,6 @@
-"""Views: tensors that share storage in torch. Arrays share none here, so a view keeps its base and the operators between the two.
+"""Views: tensors that share storage in torch. JAX arrays share none, so a view keeps its base and the operators between the two.
 
-Its array is computed when it is made, and anew where the base was written to since. What is written to a view is written to the base.
+Its array is computed when it is made, and again after a write to the base. A write to a view goes to the base.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem_
 
 @contextlib.contextmanager
 def plain():
-    """torch's own operators on host tensors, inside of the environment too."""
+    """A context of torch's own operators on host tensors, inside of the environment too."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield
 
 
 @contextlib.contextmanager
 def decomposing():
-    """No gradients, and torch takes its composite operators apart before torchax sees them, in inference mode too."""
+    """A context without gradients in which torch decomposes composite operators before torchax gets them, in inference mode too."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def has_values(x) -> bool:
-    """Whether x is an array, and none of a trace."""
+    """Whether x is an array with values, not a tracer."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A view operator of torch's: `of(t)` of a host or device tensor t."""
+    """A view operator of torch; `of(t)` applies it to a host or device tensor."""
 
     func: Any
     args: tuple
     kwargs: dict
-    index: int | None = None  # of an operator that makes several views
+    index: int | None = None  # which result, of an operator that makes several views
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         made = self.func(t, *self.args, **self.kwargs)
@@ -53,11 +53,11 @@ class Step:
 
 
 class Shared:
-    """Where the values of a view are.
+    """A view's base and how to compute the view from it.
 
     Attributes:
-        base: the tensor that holds them, no view itself.
-        steps: the view operators that make the view of it.
+        base: the tensor that holds the values, no view itself.
+        steps: the view operators from the base to the view.
     """
 
     def __init__(self, base: Tensor, steps: tuple[Step, ...], array: jax.Array):
@@ -80,7 +80,7 @@ class Shared:
             return step.of(Tensor(array, self.base._env)).jax()
 
     def _written(self, steps: tuple[Step, ...], whole: jax.Array, part: jax.Array) -> jax.Array:
-        """`whole` with `part` in the places that the steps view."""
+        """`whole` with `part` written to the entries that the steps select."""
         if not steps:
             return part
         first, *rest = steps
@@ -98,19 +98,19 @@ class Shared:
 
 
 def storage(t: Tensor) -> jax.Array | None:
-    """The array that holds a tensor's values, of a view its base's; None of one that is not computed yet."""
+    """The array that holds a tensor's values, for a view its base's; None where it is not computed yet."""
     shared = vars(t).get("_shared")
     return vars(t if shared is None else shared.base).get("_array")
 
 
 def parts(t: Tensor) -> str | None:
-    """Which parts of its base a view is of; None of what is no view. Equal parts have equal texts."""
+    """A text for the part of its base that a view is, equal for equal parts; None for a tensor that is no view."""
     shared = vars(t).get("_shared")
     return None if shared is None else str(shared.steps)
 
 
 def part_of_base(t: Tensor) -> tuple[Tensor, int] | None:
-    """The base of a view that is one of equal parts of its last axis, and which; None of other tensors."""
+    """(base, index) of a view that is one of equal parts of the base's last axis; None for other tensors."""
     if (shared := vars(t).get("_shared")) is None:
         return None
     laid, whole = _laid(t), _laid(shared.base)
@@ -121,19 +121,19 @@ def part_of_base(t: Tensor) -> tuple[Tensor, int] | None:
 
 
 def as_view(base: Tensor, view: Tensor, step: Step) -> Tensor:
-    """`view`, which the step made of `base`, as a view of it."""
+    """Make `view`, which `step` computed from `base`, a view of it; returns `view`."""
     of, array = vars(base).get("_shared"), view.jax()
     owner, steps = (base, (step,)) if of is None else (of.base, (*of.steps, step))
     vars(view)["_array"], vars(view)["_shared"] = None, Shared(owner, steps, array)
     return view
 
 
-# torch's strides decide whether `reshape` and `contiguous` copy; they are found where that is asked. `_laid` of a tensor that is no view
-# and not contiguous is a meta tensor with its strides: an elementwise operator's result lies as its argument does.
+# torch's strides decide whether `reshape` and `contiguous` copy; they are computed when needed. A tensor that is neither a view nor
+# contiguous has a meta tensor with its strides as `_laid`: an elementwise operator's result has the strides of its argument.
 
 
 def follow(func, args: tuple, kwargs: dict, result):
-    """Make views of what a view operator gave, and remember as what other results are laid. Of every operator that ran."""
+    """Called after every operator: make a view operator's results views, and record the strides of other results."""
     base = args[0] if args else None
     if isinstance(base, Tensor) and _makes_views(func):
         if func is not aten.view.default or _is_viewed(base, args[1]):
@@ -160,13 +160,13 @@ def _may_be_strided(t: Tensor) -> bool:
 
 @plain()
 def _laid(t: Tensor, made: torch.dtype | None = None) -> torch.Tensor:
-    """A meta tensor that lies as torch has this one; `made`: as what an elementwise operator makes of it, of this dtype."""
+    """A meta tensor with the tensor's strides in torch; `made`: those of an elementwise operator's result, of this dtype."""
     if (shared := vars(t).get("_shared")) is None:
         return vars(t).get("_laid", torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")).to(made or t.dtype)
     if shared.laid is None:
         try:
             shared.laid = functools.reduce(lambda meta, step: step.of(meta), shared.steps, _laid(shared.base))
-        except RuntimeError:  # torch would not have this view: strides of the base are not known of every operator
+        except RuntimeError:  # no such view in torch: the base's strides are not tracked through every operator
             shared.laid = torch.empty(shared._array.shape, dtype=_laid(shared.base).dtype, device="meta")
     return shared.laid if made is None else torch.empty_like(shared.laid, dtype=made)
 
@@ -180,7 +180,7 @@ def _is_viewed(t: Tensor, shape) -> bool:
 
 
 def contiguous(x: Tensor, memory_format=torch.contiguous_format) -> Tensor:
-    """torch's: a copy of what is not contiguous."""
+    """torch's `contiguous`: a copy of a tensor that is not contiguous, else the tensor itself."""
     same = memory_format in (torch.contiguous_format, torch.preserve_format)
     if same and (not _may_be_strided(x) or _laid(x).is_contiguous()):
         return x

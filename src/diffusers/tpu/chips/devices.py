@@ -1,6 +1,6 @@
-"""Is there a TPU, or are chips simulated on the CPU? JAX's devices for it, and what its compiler is told.
+"""Finds the TPU, or the chips that are simulated on the CPU; JAX's devices for them, and options of their compiler.
 
-Detection reads the PCI bus, so that asking costs nothing and imports nothing.
+Detection reads the PCI bus: it is cheap and does not import JAX.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from .figures import GENERATIONS, GIB, chip_of_kind, generation_of
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
 
-# The library that JAX's CPU backend hands sums to keeps float32 where the program rounds what it summed to bfloat16 and widens that
-# again (jaxlib 0.10.2): 6.8e-4 in an attention whose rotated queries upstream rounds.
+# The library that JAX's CPU backend uses for sums (jaxlib 0.10.2) keeps float32 where the program rounds a sum to bfloat16 and
+# widens it again: an error of 6.8e-4 in an attention whose rotated queries upstream rounds.
 WITHOUT_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 SPARSE, ALL_TO_ALLS = "sparse_core", "xla_tpu_enable_async_all_to_all"  # options of the TPU's compiler
-# Exchanges wait for each other on the SparseCores, not for the core to start them: for programs that have one under way during attention.
-# Elsewhere sums between chips would wait behind weights that are sent ahead (FLUX.2 on v6e-8: 84 ms for 79).
+# Exchanges are queued on the SparseCores, without the core starting each: for programs with an exchange during attention. In
+# others, sums between chips would queue behind prefetched weights (FLUX.2 on v6e-8: 84 ms instead of 79).
 QUEUE, QUEUED_BY = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs", "exchange_cut_together"
 
 
 def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
-    """What the compiler is told beside the program for a mesh of devices such as this one."""
+    """Compiler options of programs for a mesh of devices like this one."""
     if device.platform == "cpu":
         return {**WITHOUT_LIBRARY}
     chip = chip_of_kind(device.device_kind)
@@ -44,15 +44,15 @@ def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
 
 
 def _on_core(options: dict, refused: Iterable[str]) -> dict[str, bool | str]:
-    """The options with none of the `refused` ones that are of SparseCores: all-to-alls go over the links beside the core then."""
+    """The options with the `refused` SparseCore ones off; all-to-alls then run asynchronously without SparseCores."""
     return {
         name: name == ALL_TO_ALLS or (on and not (SPARSE in name and name in refused)) for name, on in options.items()
     }
 
 
 def compile_lowered(lowered, options: dict[str, bool | str] | None):
-    """The executable of a `jax.stages.Lowered`. All-to-alls that the compiler cannot put on the SparseCores go without them, then, with a
-    warning, everything; an option that it does not have is left out."""
+    """The executable of a `jax.stages.Lowered`. If the compiler cannot put all-to-alls on the SparseCores, they go without; if it
+    still cannot, everything does, with a warning. Options that it does not have are left out, with a warning."""
     import jax
 
     if QUEUE in (options or {}) and QUEUED_BY not in lowered.as_text():
@@ -78,24 +78,24 @@ def compile_lowered(lowered, options: dict[str, bool | str] | None):
 
 
 def flags_of_jax() -> set[str]:
-    """Flags that `import jax` adds to LIBTPU_INIT_ARGS where a TPU is: constants of the function of JAX's that does so."""
+    """Flags that `import jax` adds to LIBTPU_INIT_ARGS on a TPU host, read from the constants of JAX's function that does so."""
     from jax._src.cloud_tpu_init import cloud_tpu_init
 
-    texts = [text for text in cloud_tpu_init.__code__.co_consts[1:] if isinstance(text, str)]  # behind its docstring
+    texts = [text for text in cloud_tpu_init.__code__.co_consts[1:] if isinstance(text, str)]  # after its docstring
     return {word for text in texts for word in text.split() if word.startswith("--") and "=" in word}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What JAX will run on: `platform` "tpu" or "cpu"; `generation` of a real TPU, None before JAX runs where the bus of this host
-    does not show it; `simulated` chips on the CPU."""
+    """What JAX will run on: `platform` "tpu" or "cpu"; `generation` of a real TPU, None if this host's PCI bus does not
+    show it, so that only JAX can tell; `simulated` chips on the CPU."""
 
     platform: str
     generation: str | None = None
     simulated: int = 0
 
     def __str__(self) -> str:
-        """As `torch.cuda.get_device_name` says it: "TPU v6e". Starts JAX where only that knows."""
+        """The result of `torch.cuda.get_device_name`, such as "TPU v6e". Starts JAX if `generation` is None."""
         if self.simulated:
             return "TPU (simulated on the CPU)"
         return f"TPU {self.generation or generation_of(jax_devices(self)[0])}"
@@ -112,7 +112,7 @@ def _generation_on_this_host(bus: str = "/sys/bus/pci/devices") -> str | None:
 
 
 def find_target(environment: Environment) -> Target | None:
-    """The target of this process, or None where plain diffusers runs. Raises RuntimeError for "tpu" beside TorchTPU."""
+    """The target of this process, or None where plain diffusers runs. Raises RuntimeError for mode "tpu" if TorchTPU is loaded."""
     if environment.mode == "cpu":
         return Target("cpu", simulated=environment.simulated_devices)
     if environment.mode == "off" or (environment.mode == "auto" and environment.leaves_tpu_out):
@@ -132,14 +132,14 @@ TORCH_TPU = (
 )
 
 
-@functools.cache  # as it was when diffusers was imported, behind torch: the path is not turned off in the middle of a run
+@functools.cache  # as of the import of diffusers, after torch: the path does not turn off in the middle of a run
 def torch_tpu_is_loaded() -> bool:
     """Whether TorchTPU was imported, by the script or, where it is installed, by torch."""
     return "torch_tpu" in sys.modules
 
 
 def device_nodes(root: str = "/dev") -> list[str]:
-    """The files by which a process has this host's chips: a container without them sees the chips on the bus and has none."""
+    """The device files of this host's chips. A container without them sees the chips on the bus, but cannot use them."""
     return sorted(glob.glob(f"{root}/accel[0-9]*") + glob.glob(f"{root}/vfio/[0-9]*"))
 
 
@@ -161,20 +161,20 @@ def jax_devices(target: Target) -> tuple:
     """JAX's devices for this target, of all processes of the run; the first call starts JAX, and joins the other processes.
 
     Raises:
-        RuntimeError: JAX was already started with other devices, or finds no TPU; ChipBusy: one that another process has.
-        NotImplementedError: a TPU of a generation that nothing is known of.
+        RuntimeError: JAX was already started with other devices, or finds no TPU; ChipBusy, NoChip: this process cannot use it.
+        NotImplementedError: an unknown TPU generation.
     """
     import jax
 
     if target.platform == "cpu":
-        with contextlib.suppress(RuntimeError):  # JAX runs already: below is looked whether its devices are enough
+        with contextlib.suppress(RuntimeError):  # JAX has already started: its devices are checked below
             jax.config.update("jax_num_cpu_devices", target.simulated)
             jax.config.update("jax_platforms", "cpu")
     hosts.join(target.platform)
     if target.platform == "cpu":
-        # XLA's CPU client has a thread for each of its chips or, if that is more, for each processor, by this name. An exchange keeps one
-        # of each of its chips' threads waiting, and chips come to exchanges in different orders: some are over. Eigen cuts a sum by how
-        # many there are: as many in each process as one would have that simulates all chips give the same bits.
+        # NPROC sets the threads of XLA's CPU client, which else has one per chip or, if that is more, per processor. An exchange
+        # blocks one thread of each of its chips, and chips reach exchanges in different orders, so a chip has several. Eigen splits
+        # a sum by the number of threads: with as many in each process as in one that simulates all chips, results are bit-equal.
         os.environ.setdefault("NPROC", str(THREADS * target.simulated * hosts.process_count()))
     with chips_are_there(device_nodes()):
         devices = jax.devices(target.platform)
@@ -189,11 +189,11 @@ def jax_devices(target: Target) -> tuple:
 
 
 THREADS = 4  # of a simulated chip
-MOST_CACHED_BYTES = 4 * GIB  # of XLA's programs; the oldest go
+MOST_CACHED_BYTES = 4 * GIB  # of XLA's programs; the oldest are deleted
 
 
 def keep_compiled_programs(cache_dir: str | None):
-    """Keep what XLA compiles in this directory between processes, unless the user already told JAX where or it cannot be made."""
+    """Keeps XLA's programs in this directory for later processes, unless the user has set JAX's own, or it cannot be made."""
     import jax
 
     if cache_dir is None or jax.config.jax_compilation_cache_dir is not None:
@@ -214,15 +214,15 @@ def keep_compiled_programs(cache_dir: str | None):
 
 @contextlib.contextmanager
 def compiled_anew():
-    """Inside, nothing comes from JAX's cache: of an executable that was read from it the CPU's compiler (jaxlib 0.10.2) gives no
-    second copy that runs ("Function ... not found")."""
+    """A context without JAX's compilation cache: the CPU's compiler (jaxlib 0.10.2) makes no second working copy of an executable
+    that was read from it ("Function ... not found")."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # it notes each reset, at INFO
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # it logs each reset at INFO
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it looks at the setting once
+    compilation_cache.reset_cache()  # it reads the setting only once
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Every figure of a chip, one entry a generation in `CHIPS`, and the slices that are made of them."""
+"""All figures of chips, one entry per generation in `CHIPS`, and the slices that are made of them."""
 
 import json
 import math
@@ -13,17 +13,17 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One JAX device of a generation: a chip; of v7x one of its two halves. Peak figures, per second and in bytes.
+    """One JAX device of a generation: a chip, or one of the two halves of a v7x chip. Peak figures, per second and in bytes.
 
-    `figures.json` has them, each with its source. `slices`: their chips along x, y and perhaps z; a slice's name counts `cores` a
-    chip, and JAX sees `devices` a chip. `aliases`: other names of the generation.
-    `tiles`: of the attention kernel, queries, keys and `lag` of the mode "bound" and of the others, by schedules of head size 128;
+    `figures.json` has them, each with its source. `slices`: their chips along x, y and perhaps z. A slice's name counts `cores` per
+    chip; JAX sees `devices` per chip. `aliases`: other names of the generation.
+    `tiles`: of the attention kernel, queries, keys and `lag` for mode "bound" and for the others, by schedules of head size 128;
     `branch_slots`: bundles until a branch takes effect. `splash_blocks`: of JAX's attention kernel, queries, keys, keys computed at once,
-    the largest usual ones that compile, for benchmarks; none: not compared there.
-    `most_scores` of one piece of its code: as many as compile in some 10 s on two cores.
-    `stalls`: what kernels took on hardware over our sum of them, of the upper end of a range.
-    `narrow`: of which numbers of 8 bits it multiplies twice as many as of bfloat16, "int8" or "fp8".
-    `exchange_options`: what the compiler is told, so that the core computes while chips exchange; without, it waits for each.
+    the largest usual ones that compile, for benchmarks; empty: not compared there.
+    `most_scores`: of one piece of our attention kernel's code; as many compile in some 10 s on two cores.
+    `stalls`: time of kernels on hardware over our estimate, for the upper end of a range.
+    `narrow`: the 8-bit type, "int8" or "fp8", of which it multiplies twice as many numbers a second as of bfloat16.
+    `exchange_options`: compiler options with which the core computes during exchanges; without them it waits for each.
     """
 
     generation: str
@@ -53,15 +53,15 @@ class Chip:
     exchange_options: Mapping[str, bool] = field(default_factory=dict, hash=False)
 
     def matrix_cycles(self, rows: int) -> float:
-        """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""
+        """The least cycles for which so many rows of bfloat16 occupy a matrix unit, at the chip's peak."""
         return rows * 2 * self.matrix_side**2 * self.matrix_units * self.clock / self.flops
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice by the name users know, or several alike. `shape`: chips of one along x, y and perhaps z; `host_shape`: of one host.
+    """A slice by its public name, or several equal ones. `shape`: chips of one along x, y and perhaps z; `host_shape`: of one host.
 
-    No slice here is so large that its axes are closed to rings (16 chips on v5e and v6e; whole cubes of 4 on v5p and v7x).
+    No slice here is large enough for its axes to be rings (16 chips on v5e and v6e; whole cubes of 4 on v5p and v7x).
     """
 
     name: str
@@ -73,7 +73,7 @@ class Topology:
 
     @property
     def compiler_name(self) -> str:
-        """The generation as the compiler calls it."""
+        """The compiler's name of the generation."""
         return self.chip.compiler_name or self.chip.generation
 
 
@@ -86,11 +86,11 @@ del _FIGURES["sources"]
 CHIPS = {name: Chip(name, **{k: _tuples(x) for k, x in figures.items()}) for name, figures in _FIGURES.items()}
 OLDER = {"0x0027": "v3", "0x005e": "v4", "TPU v3": "v3", "TPU v4": "v4"}  # recognised, to be refused by name
 GENERATIONS = OLDER | {name: chip.generation for chip in CHIPS.values() for name in (*chip.pci_devices, *chip.kinds)}
-DEFAULT_GENERATION = "v6e"  # whose sizes of blocks simulated chips and interpreted kernels have
+DEFAULT_GENERATION = "v6e"  # simulated chips and interpreted kernels have its block sizes
 
 
 def chip_of(generation: str | None) -> Chip:
-    """What is known of a generation; None: of `DEFAULT_GENERATION`. Raises NotImplementedError for one not among `CHIPS`."""
+    """The figures of a generation; None: of `DEFAULT_GENERATION`. Raises NotImplementedError for one not among `CHIPS`."""
     if generation is not None and generation not in CHIPS:
         raise NotImplementedError(
             f"expected a TPU of a generation among {' '.join(CHIPS)}, got {generation}, whose sizes nobody has looked at;"
@@ -100,7 +100,7 @@ def chip_of(generation: str | None) -> Chip:
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
-    """The chip that JAX names so; None for one that is simulated, and for a generation not among `CHIPS`."""
+    """The chip of this JAX device kind; None for simulated chips, and for a generation not among `CHIPS`."""
     return CHIPS.get(GENERATIONS.get(device_kind))
 
 
@@ -113,7 +113,7 @@ def generation_of(device) -> str | None:
 
 def _slice(chip: Chip, shape: tuple[int, ...]) -> Topology:
     chips = math.prod(shape)
-    host = (*shape, 1) if len(shape) == 2 and chips <= 8 else (2, 2, 1)  # one has up to 8 chips, of several each has 4
+    host = (*shape, 1) if len(shape) == 2 and chips <= 8 else (2, 2, 1)  # one host has up to 8 chips, several 4 each
     return Topology(f"{chip.generation}-{chips * chip.cores}", chip, shape, host, chips * chip.devices)
 
 
@@ -121,7 +121,7 @@ TOPOLOGIES = {one.name: one for chip in CHIPS.values() for one in (_slice(chip, 
 
 
 def find_topology(name: str) -> Topology:
-    """The slice of this name, or as many as stand before it: "2xv6e-8". Raises ValueError that lists the names."""
+    """The slice of this name, or several of it: "2xv6e-8". Raises ValueError with the known names."""
     several = re.fullmatch(r"([1-9]\d*)x(v.*)", name.strip().lower())
     slices, one = (int(several[1]), several[2]) if several else (1, name.strip().lower())
     generation, _, count = one.partition("-")

@@ -1,8 +1,8 @@
-"""The lock that threads of one process share, as they share models, schedulers, chips and what a trace patches.
+"""The lock that guards what the threads of a process share: models, schedulers, chips and what a trace patches.
 
-A thread holds it through a whole call of a pipeline, or of a model by itself, as traces replace weights and methods of modules that
-others read. It releases it where it waits and has changed nothing that is shared: compilation, results, the user's callbacks. Who
-holds it launches programs: two with collectives, launched in different orders on two chips, would wait for each other for good.
+A thread holds it for a whole call of a pipeline, or of a single model, as traces replace weights and methods of modules that others
+read. It is released where the thread waits and has changed nothing shared: compilation, results, the user's callbacks. Only the
+holder launches programs: two with collectives, launched in different orders on two chips, would deadlock.
 """
 
 import collections
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 
 class _Held(threading.local):
     depth = 0  # how often this thread has entered the lock
-    pins = 0  # how many of its callers keep others out
+    pins = 0  # how many of its callers prevent a release
 
 
 class Exclusive(contextlib.ContextDecorator):
-    """A reentrant lock that a thread can release as a whole, however often it has entered it. As a decorator: a function holds it."""
+    """A reentrant lock that a thread can release completely, however often it has entered it; also a decorator."""
 
     def __init__(self):
         self._lock, self._held = threading.RLock(), _Held()
@@ -35,7 +35,7 @@ class Exclusive(contextlib.ContextDecorator):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Held, and not released by what runs inside: what is shared is changed for a while."""
+        """Holds the lock and prevents its release inside, because shared state is changed for a while."""
         with self:
             self._held.pins += 1
             try:
@@ -45,7 +45,7 @@ class Exclusive(contextlib.ContextDecorator):
 
     @contextlib.contextmanager
     def released(self, pins: int = 0) -> Iterator[bool]:
-        """Other threads may run inside; whether that is so. `pins`: how many callers that pin it know of this."""
+        """Releases the lock inside, unless more than `pins` callers have pinned it; yields whether it is released."""
         depth = self._held.depth if self._held.pins <= pins else 0
         for _ in range(depth):
             self.__exit__()
@@ -56,7 +56,7 @@ class Exclusive(contextlib.ContextDecorator):
                 self.__enter__()
 
     def soon(self, function: Callable[[], None]):
-        """Call it under the lock: now if nothing is in the way, else when its holder leaves. A finalizer must not wait for a lock."""
+        """Calls `function` under the lock: now if possible, else when the holder leaves. For finalizers, which must not wait."""
         if self._held.pins or not self._lock.acquire(blocking=False):
             self._later.append(function)
             return

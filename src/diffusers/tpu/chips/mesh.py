@@ -1,7 +1,7 @@
-"""Degrees -> Mesh. Axes: `dp` guidance branches and prompts, `sp` sequence, `tp` heads and features.
+"""The mesh and its degrees. Axes: `dp` guidance branches and prompts, `sp` sequence, `tp` heads and features.
 
-Slices are joined by the data centre's network (DCN), which is slower by far than the links inside of one: `dp` lies over it, with one
-exchange a step, then `sp`, never `tp`. Chips of one slice have links of one kind, whichever hosts they are of.
+Slices are connected by the data centre's network (DCN), which is far slower than the links within a slice: `dp` crosses it, with
+one exchange a step, then `sp`, never `tp`. Links within a slice are of one kind, also between hosts.
 """
 
 import functools
@@ -18,11 +18,11 @@ AXES = ("dp", "sp", "tp")
 def plan_degrees(
     chips: int, wanted: tuple[int, int, int] | None, branches: int = 1, slices: int = 1, tp: int = 1
 ) -> tuple[int, int, int]:
-    """Degrees `(dp, sp, tp)` for `chips`: those wanted, else guidance branches on dp, as many as divide the chips, `tp` if it divides the
-    rest, that on sp. Of several slices dp is a multiple of their number, so that only it crosses from one to the next. Fewer than all
-    chips are allowed.
+    """Degrees `(dp, sp, tp)` for `chips`: the wanted ones, which may use fewer chips; else as many guidance branches on dp as
+    divide the chips, `tp` if it divides the rest, and what remains on sp. With several slices dp is a multiple of their number, so
+    that only dp crosses slices.
 
-    Raises ValueError where the wanted degrees need more chips than there are.
+    Raises ValueError if the wanted degrees need more chips than there are.
     """
     if wanted is None:
         dp = math.lcm(math.gcd(branches, chips), slices)
@@ -39,7 +39,7 @@ def plan_degrees(
 
 
 def slices_of(devices: tuple) -> int:
-    """How many slices these devices are of."""
+    """The number of slices to which these devices belong."""
     return len({getattr(device, "slice_index", None) or 0 for device in devices})
 
 
@@ -47,13 +47,13 @@ def slices_of(devices: tuple) -> int:
 def make_mesh(devices: tuple, degrees: tuple[int, int, int]) -> Mesh:
     """The mesh of these degrees over the first devices of each process; on a real TPU in the order of its interconnect.
 
-    Raises ValueError for a mesh that does not have as many chips of each process, and where slices divide neither dp nor sp.
+    Raises ValueError if the mesh cannot have equally many chips of each process, or if the slices do not divide dp x sp.
     """
     count, slices = degrees[0] * degrees[1] * degrees[2], slices_of(devices)
     if count < len(devices):
         devices = _of_each_process(devices, count, degrees)
     elif devices[0].platform == "tpu" and slices == 1:
-        # Degrees need not be those of the interconnect's axes: (2, 8, 1) on 4 x 4 chips.
+        # Degrees need not match the interconnect's axes: (2, 8, 1) on 4 x 4 chips.
         return Mesh(mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True), AXES)
     return Mesh(np.array(devices).reshape(degrees) if slices == 1 else _over_slices(devices, degrees, slices), AXES)
 
@@ -65,7 +65,7 @@ def regrouped(mesh: Mesh, dp: int) -> Mesh:
 
 
 def _of_each_process(devices: tuple, count: int, degrees: tuple[int, int, int]) -> tuple:
-    """As many of each process: one without a chip of the mesh would have no part in the run."""
+    """Equally many devices of each process: a process without a chip of the mesh could not take part in the run."""
     by_process = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)

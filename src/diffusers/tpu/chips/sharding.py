@@ -1,8 +1,8 @@
-"""Where weights and activations lie: name patterns -> PartitionSpec, and the plan of one model class.
+"""Sharding of weights and activations: name patterns -> PartitionSpec, and the plan of one model class.
 
-A weight's spec names its storage. Of a rule's, `tp` stays while the block computes; `dp` and `sp` are storage only (FSDP) and are
-gathered when the block runs, so one table serves both: `computed` is the spec during compute. A weight without a rule is whole then;
-one by `BY_OUTPUT` lies as it is stored.
+A weight's spec is that of its storage. Of a rule's axes, `tp` also holds while the block computes; `dp` and `sp` are storage only
+(FSDP) and are gathered when the block runs. So one table serves both: `computed` is the spec during compute. A weight without a
+rule is then whole; one with `BY_OUTPUT` keeps its storage spec.
 """
 
 import itertools
@@ -19,24 +19,24 @@ from .mesh import AXES, slices_of
 
 STORAGE_AXES = ("dp", "sp")
 LARGE_ELEMENTS = 1 << 16
-# In place of specs between blocks: the longest sequence that a block hands to the next lies over `sp`.
+# In place of an activation spec: the longest sequence that a block passes to the next is split over `sp`.
 INFERRED = "inferred"
 TOKENS = PartitionSpec("dp", "sp", None)
-# Of weights that meet a vector a sample, no tokens: each chip computes its part of the outputs, which are exchanged then.
+# For weights that multiply one vector per sample, not tokens: each chip computes a part of the outputs, which are then exchanged.
 BY_OUTPUT = PartitionSpec(AXES)
 
 Rules = tuple[tuple[str, PartitionSpec], ...]
 
 
 def together(arrays: list, axis: int, chips: int):
-    """Arrays along an axis as one: the first chip's part of each, then the next chip's."""
+    """Concatenates arrays along an axis, chip by chip: the first chip's part of each, then the next chip's."""
     before, after = arrays[0].shape[:axis], arrays[0].shape[axis + 1 :]
     parts = [x.reshape(*before, chips, -1, *after) for x in arrays]
     return jnp.concatenate(parts, axis + 1).reshape(*before, -1, *after)
 
 
 def taken_apart(x, axis: int, sizes: tuple[int, ...], chips: int) -> list:
-    """The arrays of `together`, of these sizes along the axis."""
+    """The inverse of `together`: arrays of these sizes along the axis."""
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     ends = [*itertools.accumulate(size // chips for size in sizes)][:-1]
     parts = jnp.split(x.reshape(*before, chips, -1, *after), ends, axis + 1)
@@ -45,31 +45,31 @@ def taken_apart(x, axis: int, sizes: tuple[int, ...], chips: int) -> list:
 
 @dataclass(frozen=True)
 class Packed:
-    """Several projections in the weight of one linear layer, of `sizes` along `axis` (0: outputs, of the bias too; 1: inputs), each of
-    which is split over `tp`: stored is the first chip's part of each, then the next chip's."""
+    """Several projections in the weight of one linear layer, of `sizes` along `axis` (0: outputs, also of the bias; 1: inputs),
+    each split over `tp`. They are stored chip by chip: the first chip's part of each, then the next chip's."""
 
     axis: int
     sizes: tuple[int, ...]
     tp: int = 1
 
     def order(self) -> list[slice]:
-        """The parts of the tensor's axis as they are stored."""
+        """The slices of the tensor's axis, in stored order."""
         starts, parts = [*itertools.accumulate(self.sizes, initial=0)], [size // self.tp for size in self.sizes]
         chips = range(self.tp)
         return [slice(start + n * part, start + (n + 1) * part) for n in chips for start, part in zip(starts, parts)]
 
     def apart(self, x, axis: int):
-        """x, whose axis is as stored, with the projections one after another. Without an exchange, where who reads takes them apart there."""
+        """x, whose axis is in stored order, with the projections one after another; no exchange if the reader splits them there."""
         if self.tp == 1:
             return x
         return jnp.concatenate(self.parts(x, axis), axis)
 
     def parts(self, x, axis: int) -> list:
-        """The projections of x, whose axis is as stored."""
+        """The projections of x, whose axis is in stored order."""
         return taken_apart(x, axis, self.sizes, self.tp)
 
     def together(self, x):
-        """x, whose last axis has them one after another, as stored."""
+        """x, whose last axis has the projections one after another, in stored order."""
         if self.tp == 1:
             return x
         return together(jnp.split(x, [*itertools.accumulate(self.sizes)][:-1], -1), x.ndim - 1, self.tp)
@@ -82,19 +82,19 @@ class ModelPlan:
     Args:
         rules: (regular expression, spec) pairs tried in order against the weight's name, blocks as `blocks.*.`.
             A weight that no rule names is stored over all axes if it is large, else replicated.
-        packed: name of a weight or bias -> the projections in it, where a rule splits them over `tp`, or upstream declares that it would.
-        activation_spec: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
-            the name of the next block's argument, None for one that the compiler may lay as it likes; `INFERRED`; None leaves all to the compiler.
+        packed: name of a weight or bias -> the projections in it, if a rule splits them over `tp`, or upstream declares that.
+        activation_spec: spec of the hidden states [B, T, C] between repeated blocks; or one per output of a block, in order, or by
+            the next block's argument name, where None leaves that one to the compiler; `INFERRED`; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.
-        parallel: chips share the work of one call, in the plan's own way; true where there is an `activation_spec`.
-        whole: weights are stored as they are computed with while there is room: a call has few tokens, and to gather them takes longer.
+        parallel: chips share the work of a call, in a way that the plan defines; True if there is an `activation_spec`.
+        whole: weights are stored in their sharding of compute while there is room: with few tokens, gathering takes longer.
         entries: the methods that run on the device.
-        decide: bound arguments -> keyword arguments, further ones or other values of given ones: what a forward would read from
-            tensor values, passed as static arguments; or inputs of another length that mean the same, so that one program serves.
-        processors: class of an attention processor -> what makes the one that is traced in place of one of exactly that class.
-        replicated: regular expressions; a part whose name has one of them computes its sequence whole on every chip, not split.
-        methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of that method.
-        axes: of the first tensor of a call that `methods` stand for; None: of any. Upstream's own lines are traced for others.
+        decide: bound arguments -> keyword arguments to add or replace: values that a forward would read from tensors, as static
+            arguments; or equivalent inputs of another length, so that one program serves.
+        processors: class of an attention processor -> function that makes its replacement in a trace, for exactly that class.
+        replicated: regular expressions; a submodule whose name matches one computes its whole sequence on every chip.
+        methods: (class of the model or a submodule, name) -> function of (object, arguments) that replaces that method in a trace.
+        axes: number of axes of a call's first tensor for which `methods` are used; None: any. Other calls trace upstream's methods.
         remark: what `diffusers-tpu plan` says of the model.
     """
 
@@ -118,13 +118,13 @@ class ModelPlan:
 
     @property
     def by_width(self) -> bool:
-        """Chips share a map by its columns: `methods` stand for upstream's lines where these read no others."""
+        """Whether chips split a map by its columns; `methods` then replace upstream's, which read no neighbours' columns."""
         return self.parallel and self.activation_spec is None
 
 
 @dataclass
 class Coverage:
-    """Which rule took which weights: `bytes_by_rule`, `replicated` (name -> bytes), and how many bytes a chip holds of all."""
+    """Bytes of all weights on a chip, of the weights that each rule matches, and of large weights that are replicated, by name."""
 
     bytes_per_chip: int = 0
     bytes_by_rule: dict[str, int] = field(default_factory=dict)
@@ -147,7 +147,7 @@ def fit(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpe
 
 
 def gathered(spec: PartitionSpec, kept: tuple[str, ...] = ()) -> PartitionSpec:
-    """The spec during compute: storage axes dropped, but those `kept`."""
+    """The spec during compute: storage axes dropped, except those `kept`."""
     return PartitionSpec(*(tuple(a for a in axes_of(entry) if a not in STORAGE_AXES or a in kept) for entry in spec))
 
 
@@ -166,25 +166,25 @@ def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = A
 
 
 def kind_of(name: str) -> str:
-    """Of a weight: its name with a star for the number of its block, or for those of a stack's blocks; of an adapter's its layer's."""
+    """A weight's kind: its name with a star for the number of its block, or a stack's numbers; an adapter's is its layer's."""
     layer = re.sub(r"\.lora_\w+\.[^.]+(?=\.|$)", "", unwrapped(name))
     return re.sub(r"\.(?:\d+|\[\d+:\d+\])(?=\.|$)", ".*", layer)
 
 
 def storage_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Over which weights are stored that are not whole: each slice has all of them."""
+    """The axes over which weights are stored, unless they are whole; each slice has all weights."""
     return STORAGE_AXES if slices_of(tuple(mesh.devices.flat)) == 1 else ("sp",)
 
 
 def stored(
     name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | AbstractMesh, over: tuple[str, ...], whole: bool
 ) -> PartitionSpec:
-    """How a weight of this shape, a stack's without the stacked axis, is stored over these axes; `whole`: as it is computed with."""
+    """The storage spec of a weight of this shape (without a stack's axis) over these axes; `whole`: that of compute."""
     _, spec = rule_of(name, rules)
     if spec == BY_OUTPUT:
         spec = fit(spec if over == STORAGE_AXES else gathered(spec, over), shape, mesh)
         axes = axes_of(spec[0])
-        if "sp" in axes and over == STORAGE_AXES:  # `dp` of one chip too: a program may have more of them on it
+        if "sp" in axes and over == STORAGE_AXES:  # also a `dp` of size one: a program may use a larger dp
             spec = PartitionSpec(tuple(axis for axis in AXES if axis in (*axes, "dp")))
         return spec
     inside = () if whole else over
@@ -194,7 +194,7 @@ def stored(
 
 
 def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """A sharding like this one by which no two chips of a slice have the same part, where a dimension can be split so, the largest first."""
+    """This sharding, split further so that no two chips of a slice have equal parts, along the largest dimension that allows it."""
     mesh, entries = sharding.mesh, [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
     taken = {axis for entry in entries for axis in axes_of(entry)}
     free = tuple(axis for axis in (*storage_axes(mesh), "tp") if axis not in taken and mesh.shape[axis] > 1)
@@ -206,7 +206,7 @@ def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def parts_of(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
-    """In how many parts it splits an array."""
+    """The number of parts into which the spec splits an array."""
     return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
 
 
@@ -217,7 +217,7 @@ def plan_weights(
 
     Args:
         shapes: name -> (shape without the stacked axis, bytes of all of it).
-        whole: kinds of weights (`kind_of`) that lie as they are computed with; the others are stored over all chips.
+        whole: kinds of weights (`kind_of`) with the storage spec of compute; the others are stored over all chips.
     """
     specs, coverage, over = {}, Coverage(), storage_axes(mesh)
     for name, (shape, size_bytes) in shapes.items():
@@ -236,16 +236,16 @@ def plan_weights(
 
 
 def rule_of(name: str, rules: Rules) -> tuple[str, PartitionSpec | None]:
-    """The first rule that names this weight."""
+    """The first rule that matches this weight."""
     return next((rule for rule in rules if re.search(rule[0], unwrapped(name))), ("(no rule)", None))
 
 
 def computed(name: str, spec: PartitionSpec, rules: Rules) -> PartitionSpec:
-    """Where a weight that is stored so lies while its block computes."""
+    """The spec of a weight, stored with `spec`, while its block computes."""
     rule = rule_of(name, rules)[1]
     return PartitionSpec() if rule is None else spec if rule == BY_OUTPUT else gathered(spec)
 
 
 def unwrapped(name: str) -> str:
-    """A weight's name without PEFT's for the layer that it wraps."""
+    """A weight's name without the part that PEFT inserts for wrapped layers."""
     return name.replace(".base_layer", "")

@@ -1,4 +1,4 @@
-"""What the user asked for: `TPUConfig` of a pipeline, and the environment variables."""
+"""The user's settings: `TPUConfig` of a pipeline, and the environment variables."""
 
 import operator
 import os
@@ -26,13 +26,13 @@ class Environment:
 
     @property
     def leaves_tpu_out(self) -> bool:
-        """JAX is told to run on other platforms only."""
+        """Whether JAX_PLATFORMS is set, without "tpu"."""
         return bool(self.platforms) and "tpu" not in self.platforms.split(",")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Which processes make a run, one for each host; None: not said."""
+    """The processes of a run, one per host; None: not given."""
 
     coordinator: str | None = None  # JAX_COORDINATOR_ADDRESS, HOST:PORT of the first process, the port free there
     count: int | None = None  # JAX_NUM_PROCESSES
@@ -47,7 +47,7 @@ class Processes:
         return None not in (self.coordinator, self.count, self.number)
 
     def checked(self) -> "Processes":
-        """The same. Raises ValueError where something is not said, or does not fit together."""
+        """Returns self. Raises ValueError if a value is missing, or the values are inconsistent."""
         if not self.complete or not 0 <= self.number < self.count or not self.coordinator.rpartition(":")[2].isdigit():
             raise ValueError(
                 "expected JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and a smaller JAX_PROCESS_ID, or none of them, got"
@@ -61,43 +61,44 @@ class TPUConfig:
     """How one pipeline runs on the TPU.
 
     Args:
-        mesh: degrees `(dp, sp, tp)`: guidance branches and prompts, sequence, heads and features. None chooses: dp 2 where the pipeline
-            calls its denoiser once per guidance branch and the chips are even, the rest sp.
-        regroup: where `mesh` is None, a denoiser's call with a batch of several (images, guidance branches) has as many of them on dp as
-            divide the chips, and the rest on sp. Weights stay where they are.
-        glue: where schedulers and guidance arithmetic run. "resident" keeps latents on the device for the whole loop, "host" moves them
-            once each way per step; "auto" is resident for pipelines with a plan, else host.
+        mesh: degrees `(dp, sp, tp)`: guidance branches and prompts, sequence, heads and features. None chooses: as many guidance
+            branches on dp as divide the chips, if the pipeline calls its denoiser once per branch; tp only if weights do not fit
+            otherwise; the rest sp.
+        regroup: if `mesh` is None, a denoiser's call with a batch (images, guidance branches) uses the largest dp that divides it
+            and dp x sp, and the rest as sp. Weights are not moved.
+        glue: where schedulers and guidance arithmetic run. "resident" keeps latents on the device for the whole loop, "host" moves
+            them once each way per step; "auto" is resident for pipelines with a plan, else host.
         scan: trace a run of equal blocks once and scan it over stacked weights.
         matmul_precision: of float32 products ("highest" is true float32; bfloat16 products are not affected).
-        convolution_precision: of float32 convolutions. Three products of bfloat16 numbers ("high") have errors of 1e-5, where torch on
-            CUDA rounds to TF32 (3e-4) unless told otherwise; "highest" takes six.
-        attention: the attention of one chip. "auto": our kernel on a TPU, the reference on simulated chips and (said once) for what the
-            kernel does not take. By name, what it does not take is an error: "kernel"; "online", the kernel with a running maximum
-            only; "splash", JAX's own; "reference".
-        attention_blocks: queries, keys, and keys of one product of the kernel's blocks; None: tuned, or by rule.
-        attention_smoothing: heads whose scores have no small bound may have one around the mean of the keys, and go without a running
-            maximum too. Values are the same either way.
+        convolution_precision: of float32 convolutions. Three products of bfloat16 numbers ("high") have errors of 1e-5, where torch
+            on CUDA rounds to TF32 (3e-4) unless told otherwise; "highest" takes six.
+        attention: the attention of one chip. "auto": our kernel on a TPU; the reference on simulated chips and, with one warning,
+            for calls that the kernel does not support. For a kernel by name such calls are an error: "kernel"; "online", the kernel
+            with a running maximum only; "splash", JAX's own; "reference".
+        attention_blocks: queries, keys, and keys of one product of the kernel's blocks; None: tuned, or by a cost model.
+        attention_smoothing: heads whose scores have no small bound may use one around the mean key, which also needs no running
+            maximum. Values are the same either way.
         attention_window: (left, right): in the denoiser's self-attention, queries see only so many tokens before and after them.
-        attention_sparsity: a video's tokens do not see this share of the video, in tiles that are far from them in time and space, and the
-            attention takes so much less time: with a loss (examples/tpu/CACHES.md). 0: they see all, as they do in what a backward pass
-            differentiates.
-        attention_sparse_below: only in denoising steps whose timestep, of 1,000, is at most this one.
-        attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
+        attention_sparsity: the share of a video that its tokens do not see: tiles that are far from them in time and space.
+            Attention takes so much less time, with a loss (examples/tpu/CACHES.md). 0: they see all, as always in calls that are
+            differentiated.
+        attention_sparse_below: sparse attention applies in denoising steps whose timestep, of 1,000, is at most this one.
+        attention_ring: how many of the chips that split the sequence pass keys around a ring; None: as few as heads allow.
         attention_tally: `report(pipe)` says which softmax modes heads took; each call of attention then waits for the host.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also elsewhere,
             interpreted; "xla": the compiler's, and upstream's attention processors.
-        linear: products of the denoiser's linear layers in bfloat16 that have some two thousand tokens a chip: "bfloat16"; "int8" (v5e, v5p,
-            v6e) or "fp8" (v7x) at twice the rate and with a loss (examples/tpu/CACHES.md): inputs by token and weights by output channel
-            as numbers of 8 bits and a scale each. What a backward pass differentiates stays in bfloat16.
-        sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core computes; without
-            them, and on v5e, only all-to-alls do.
+        linear: products of the denoiser's linear layers in bfloat16 that have some two thousand tokens a chip: "bfloat16"; "int8"
+            (v5e, v5p, v6e) or "fp8" (v7x) at twice the rate and with a loss (examples/tpu/CACHES.md): inputs and weights become
+            8-bit numbers, with a scale per token and per output channel. Calls that are differentiated stay in bfloat16.
+        sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; on v7x gathers of weights) while the core computes.
+            If False, and on v5e, only all-to-alls run while it computes.
         host: names of components that stay on the host and run there as upstream's, such as ("text_encoder",).
-        hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all components are
-            more than it holds, those whose turn it is not wait on the host.
-        reserve_gib: of `hbm_gib`, what weights leave to activations and programs; None: a quarter.
-        programs: how many compiled programs of a model are kept in memory; the least recently used go, `report(pipe)` says how many,
-            and are loaded from the cache folder, or compiled, again.
-        program_gib: of a chip's HBM, what the code of these programs may take; None: a sixteenth, simulated chips have no limit.
+        hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. If the weights of all components do not
+            fit, those not in use stay on the host.
+        reserve_gib: the part of `hbm_gib` that weights leave to activations and programs; None: a quarter.
+        programs: how many compiled programs of a model are kept in memory. The least recently used are dropped (`report(pipe)`
+            counts them) and later loaded from the cache folder, or compiled, again.
+        program_gib: the part of a chip's HBM that these programs' code may take; None: a sixteenth, simulated chips have no limit.
     """
 
     mesh: tuple[int, int, int] | None = None
@@ -209,7 +210,7 @@ def read_environment() -> Environment:
 
 
 def read_processes() -> Processes:
-    """JAX's variables about the processes of a run. Raises ValueError for one that should be a number and is none."""
+    """JAX's variables about the processes of a run. Raises ValueError for one that should be a number and is not."""
     given = {name: os.environ.get(name) or None for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
     for name, text in given.items():
         if text is not None and not text.isdigit():

@@ -1,6 +1,6 @@
-"""Errors that are not the caller's mistake, each with what was expected, what came and what to do.
+"""Errors that are not the caller's mistake; messages have what was expected, what was found and what to do.
 
-`Failure` is not the caller's mistake (that is a ValueError): the command line tells it in one line, exit status 1.
+The command line prints a `Failure` in one line, with exit status 1. The caller's mistakes are ValueErrors instead.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from .notices import warn_while
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 WORTH_A_WORD = 60.0  # seconds: the largest models take less for a step
-LETTERS = 300  # of a message of the compiler or the runtime
+LETTERS = 300  # most characters of a message of the compiler or the runtime
 
 
 class Failure(RuntimeError):
@@ -28,11 +28,11 @@ class ChipBusy(Failure):
 
 
 class NoChip(Failure):
-    """A TPU is here, and this process cannot have it."""
+    """This host has a TPU that this process cannot use."""
 
 
 class OutOfHBM(Failure, torch.OutOfMemoryError):
-    """A chip has no room for what is to be compiled, run or placed; also what scripts for a GPU catch."""
+    """A chip has no room for what is compiled, run or placed; a subclass of the error that scripts for a GPU catch."""
 
 
 class OutOfCoreMemory(Failure):
@@ -40,7 +40,7 @@ class OutOfCoreMemory(Failure):
 
 
 class NotFinite(Failure):
-    """What was computed has NaN or an infinity in it."""
+    """A result contains NaN or an infinity."""
 
 
 class NotWritten(Failure):
@@ -48,7 +48,7 @@ class NotWritten(Failure):
 
 
 def exhausted(error: BaseException) -> str | None:
-    """Which memory the compiler or the runtime finds too small, in words only: "hbm", "vmem" or "smem"; None: none."""
+    """The memory that the text of a compiler or runtime error calls exhausted: "hbm", "vmem" or "smem"; None: none."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
         return None
@@ -57,7 +57,7 @@ def exhausted(error: BaseException) -> str | None:
 
 
 def hbm_asked(text: str) -> tuple[int | None, int | None]:
-    """Bytes that were asked for and bytes that there are, as far as the compiler's or the runtime's message names them."""
+    """(bytes requested, bytes available), as far as the compiler's or the runtime's message names them, else None."""
     number = r"([\d.]+)([KMGT]?)"
     for form in (
         rf"Used {number} of {number} hbm",
@@ -71,8 +71,8 @@ def hbm_asked(text: str) -> tuple[int | None, int | None]:
 
 @contextlib.contextmanager
 def within_hbm(doing: Callable[[], str], question: Callable[[], str]) -> Iterator[None]:
-    """Raises OutOfHBM where what runs here ("to run ...") finds no room on a chip, OutOfCoreMemory where a kernel finds none in a core.
-    `question`: to the planner, whose answer says what would fit."""
+    """Raises OutOfHBM if a chip has no room for what runs inside, OutOfCoreMemory if a core has none for a kernel. `doing`: what
+    runs, as "to run ..."; `question`: the planner's command that shows what would fit."""
     try:
         yield
     except RuntimeError as error:
@@ -96,7 +96,7 @@ def within_hbm(doing: Callable[[], str], question: Callable[[], str]) -> Iterato
 
 
 def told_if_slow(doing: Callable[[], str]) -> contextlib.AbstractContextManager:
-    """Warns of what is not done here after a minute, then after ten times as long."""
+    """A context that warns if its work is not done after a minute, then after ten times as long, and so on."""
     return warn_while(
         lambda seconds: (
             f"{doing()} is not done after {seconds:.0f} s: no step that `diffusers-tpu plan` knows of takes as long. Chips that"
@@ -109,7 +109,7 @@ def told_if_slow(doing: Callable[[], str]) -> contextlib.AbstractContextManager:
 
 
 def holders(nodes: Sequence[str]) -> dict[int, str]:
-    """Other processes that have one of these files open, as far as this user may see: number -> name."""
+    """Other processes that have one of these files open, as far as this user may see: pid -> name."""
     found = {}
     for link in glob.glob("/proc/[0-9]*/fd/*"):
         pid = int(link.split("/")[2])
@@ -128,7 +128,7 @@ _OF_A_SLICE = (
 
 @contextlib.contextmanager
 def chips_are_there(nodes: Sequence[str]) -> Iterator[None]:
-    """Raises ChipBusy or NoChip where the runtime says why it cannot have the chips, whose files are `nodes`."""
+    """Raises ChipBusy or NoChip if the runtime says why it cannot use the chips, whose device files are `nodes`."""
     try:
         yield
     except RuntimeError as error:
@@ -163,5 +163,5 @@ def chips_are_there(nodes: Sequence[str]) -> Iterator[None]:
 
 
 def _short(text: str) -> str:
-    """In one line: of some messages the first line is a code."""
+    """The start of a message in one line; the first line of some messages is only a code."""
     return " ".join(text.split())[:LETTERS].rstrip(".")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place under a hidden name, renamed at the end."""
+"""Atomic writes: files are written under a hidden name in their folder, and renamed at the end."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ EXAMPLES = PACKAGE.parents[1] / "examples" / "tpu"  # of a checkout; a wheel has
 
 @contextlib.contextmanager
 def whole_files(paths: list[Path]):
-    """Hidden files beside `paths` to write to; they get their names at the end, or are removed if anything goes wrong.
+    """Yields hidden files beside `paths` to write to; they are renamed to `paths` at the end, or removed if anything fails.
 
     While they exist, SIGTERM raises SystemExit, so that they are removed then too.
     """
@@ -34,16 +34,16 @@ def whole_files(paths: list[Path]):
 
 
 def write_whole(path: Path, content: str | bytes):
-    """A file of this content, text as UTF-8; it is replaced when all of the new one is there."""
+    """Writes a file atomically, text as UTF-8; an old file is replaced only by the complete new one."""
     with whole_files([path]) as (draft,):
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def make_room(folder: Path, most_bytes: int):
-    """Of the files of a folder the longest unused go, until the others are within so many bytes."""
+    """Deletes the files of a folder that were modified longest ago, until the others take at most so many bytes."""
     found = []
     for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process makes room as well
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it
             status = path.stat()
             if stat.S_ISREG(status.st_mode):
                 found.append((status.st_mtime, status.st_size, path))

@@ -1,4 +1,4 @@
-"""Warnings that are given once in a process, and those of what takes long."""
+"""Warnings that are given once per process, and warnings of slow work."""
 
 import contextlib
 import threading
@@ -20,25 +20,25 @@ _said: dict[str, object] = {}
 
 
 def warn(sentence: str):
-    """Warn with this sentence."""
-    from ...utils import logging  # here: the idioms are on before the rest of diffusers is imported
+    """Logs this sentence as a warning."""
+    from ...utils import logging  # here: the idioms are activated before the rest of diffusers is imported
 
     logging.get_logger(__name__).warning(sentence)
 
 
 def warn_once(key: str, sentence: str | None = None):
-    """Warn with this sentence, or what `WAIVED` says of the key, or the key; the first time in this process for this key."""
+    """Warns once per process and key: with this sentence, or the one of `WAIVED` for the key, or the key itself."""
     mine = object()
-    if _said.setdefault(key, mine) is mine:  # of several threads one says it
-        if len(_said) > MOST_SAID:  # sentences that name sizes; the oldest may be said again
+    if _said.setdefault(key, mine) is mine:  # only one of several threads warns
+        if len(_said) > MOST_SAID:  # keys that name sizes; the oldest may be warned of again
             _said.pop(next(iter(_said)), None)
         warn(sentence or WAIVED.get(key, key))
 
 
 @contextlib.contextmanager
 def warn_while(sentence: Callable[[float], str], first: float, growth: float = 0) -> Iterator[None]:
-    """Warns, from a thread of its own, of what is not done here after `first` seconds, then after `growth` times as long as it
-    took so far, or as many again. `sentence`: of the seconds since the start."""
+    """Warns, from a separate thread, if what runs inside is not done after `first` seconds. Warns again after further `growth`
+    times the time so far, or every `first` seconds if that is 0. `sentence`: from the seconds since the start."""
     done, start = threading.Event(), time.monotonic()
 
     def watch():

@@ -2,7 +2,7 @@
 
     error(x) = max over output tensors of |x - oracle| / |oracle|          (Euclidean norms; the oracle is upstream in float32)
 
-Inputs are those of upstream's own run. The result is compared after few steps: after many, samplers tell more of themselves than of models.
+Inputs are those of upstream's own run. The result is compared after few steps: after many, it says more of the sampler.
 """
 
 import copy
@@ -41,7 +41,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; the module `pipeline` is the whole result. `upstream_error` is upstream's own in this dtype; None in float32, where upstream is the oracle."""
+    """One comparison. `module`: "pipeline" is the whole result. `upstream_error`: upstream's in this dtype; None in float32."""
 
     module: str
     entry: str
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module's entry method, its tensors kept as they were."""
+    """A recorded call of a module's entry method, with the values that its tensors had then."""
 
     module: str
     entry: str
@@ -67,7 +67,7 @@ class Call:
     kwargs: dict
 
     def copied(self, widen: bool = False) -> "Call":
-        """With tensors of its own; `widen`: bfloat16 and float16 as float32, the same values."""
+        """A copy with cloned tensors. `widen`: bfloat16 and float16 become float32 of the same values."""
         given = tree_map_only(torch.Tensor, torch.clone, (self.args, self.kwargs))
         if widen:
             given = tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in NARROW else t, given)
@@ -76,7 +76,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reference:
-    """What upstream gave in one dtype: each call with the oracle's and its own outputs, and both results."""
+    """Upstream's outputs in one dtype: each call with the oracle's and its own outputs, and both results of the pipeline."""
 
     pipe: DiffusionPipeline
     calls: list[tuple[Call, list, list]]
@@ -88,7 +88,7 @@ def compare_each(model, meshes, dtypes, arguments: dict, seed: int) -> Iterator[
     """The rows of each dtype and mesh, one after another.
 
     Args:
-        model: a model directory, a hub id, or a pipeline without the TPU path, which is left as it is.
+        model: a model directory, a hub id, or a pipeline without the TPU path, which is copied.
         arguments: of the pipeline's call, such as `draw_arguments` returns.
         seed: of the noise.
 
@@ -104,7 +104,7 @@ def compare_each(model, meshes, dtypes, arguments: dict, seed: int) -> Iterator[
 
 
 def load(model, dtype: torch.dtype) -> DiffusionPipeline:
-    """A pipeline of its own in this dtype, without the TPU path."""
+    """A new pipeline in this dtype, without the TPU path."""
     if isinstance(model, (str, os.PathLike)):
         pipe = uninstall(DiffusionPipeline.from_pretrained(model, dtype=dtype))
     elif installation(model) is not None:
@@ -114,14 +114,14 @@ def load(model, dtype: torch.dtype) -> DiffusionPipeline:
     else:
         pipe = copy.deepcopy(model)
         for module in modules_of(pipe).values():
-            uninstall(module)  # copies of models that are on the TPU path by themselves are too
+            uninstall(module)  # a copy of a model that was installed by itself is installed too
             cast_module(module, dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def draw_arguments(pipeline_class: type, seed: int) -> dict:
-    """A small call of this pipeline: a prompt of random words, a random image where it takes one."""
+    """A small call of this pipeline: a prompt of random words, and a random image if it takes one."""
     draw = random.Random(seed)
     noise = np.random.default_rng(seed).integers(0, 256, (SMALL["height"], SMALL["width"], 3), np.uint8)
     colour, shape, direction = (draw.choice(words) for words in WORDS)
@@ -144,7 +144,7 @@ def make_reference(oracle, model, dtype: torch.dtype, arguments: dict, seed: int
 
 
 def compare_on(reference: Reference, mesh, dtype: torch.dtype, arguments: dict, seed: int) -> list[Row]:
-    """The rows of one mesh; the pipeline is without the TPU path again afterwards."""
+    """The rows of one mesh. The TPU path is uninstalled from the pipeline afterwards."""
     pipe, wider, name = reference.pipe, widening_here(), str(dtype).removeprefix("torch.")
 
     def row(module: str, entry: str, ours: list, oracle: list, own: list, limit: float) -> Row:
@@ -167,7 +167,7 @@ def compare_on(reference: Reference, mesh, dtype: torch.dtype, arguments: dict, 
 def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:
     """The first call of every entry method of every module in one run, and the run's result.
 
-    A VAE that only decoded is given its own result to encode.
+    If the run used a VAE to decode only, its own output is a call of `encode`.
     """
     calls: dict[tuple[str, str], Call] = {}
     decoded: dict[str, torch.Tensor] = {}
@@ -202,16 +202,16 @@ def run_call(pipe, call: Call) -> list:
 
 
 def run_pipeline(pipe, arguments: dict, seed: int) -> list[np.ndarray]:
-    """What one run with this seed gives: videos, images, sounds, embeddings."""
+    """The arrays of one run with this seed: videos, images, sounds, embeddings."""
     takes = {*inspect.signature(pipe.__call__).parameters, *getattr(getattr(pipe, "blocks", None), "input_names", ())}
     generator = {"generator": torch.Generator().manual_seed(seed)} if "generator" in takes else {}
     with _OneNoise(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # for what upstream draws without a generator
+        torch.manual_seed(seed)  # for upstream's random numbers without a generator
         return values_of(pipe(**arguments, **generator))
 
 
 def values_of(output) -> list[np.ndarray]:
-    """Arrays of numbers, tensors, of tokens too, and pictures in what a pipeline returns, in order."""
+    """Floating point arrays, tensors (also of tokens) and pictures in a pipeline's output, in order, as arrays."""
     if isinstance(output, PIL.Image.Image):
         return [np.asarray(output, np.float32) / 255]
     if isinstance(output, torch.Tensor):
@@ -223,7 +223,7 @@ def values_of(output) -> list[np.ndarray]:
 
 
 class _OneNoise(TorchFunctionMode):
-    """Noise is drawn in float32 and rounded; torch does not always draw the same numbers in a lower precision."""
+    """Draws noise in float32 and rounds it: torch does not always draw the same numbers in a lower precision."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -1,7 +1,7 @@
-"""How much less exact float32 is on the chips than on the host, where upstream runs: by so much limits are wider.
+"""Factors by which limits are widened on a TPU, as its float32 is less exact than that of the host, where upstream runs.
 
-A TPU makes a float32 product of bfloat16 ones (`TPUConfig.matmul_precision`, `convolution_precision`) and has functions of its own. It is
-measured on the chips, against float64, and bounded by what a precision leaves of 24 bits. Simulated chips: nothing is wider.
+A TPU makes float32 products of bfloat16 ones (`TPUConfig.matmul_precision`, `convolution_precision`) and has its own functions.
+Factors are measured against float64, and bounded by the bits that a precision keeps of 24. On simulated chips they are 1.
 """
 
 import functools
@@ -18,7 +18,7 @@ from ..common.config import TPUConfig
 from ..pipelines.attach import target_devices
 
 
-MOST = {"highest": 2.0**3, "high": 2.0**8, "default": 2.0**16}  # 6, 3 and 1 of 9 products: all 24 bits, 16 of them, 8
+MOST = {"highest": 2.0**3, "high": 2.0**8, "default": 2.0**16}  # 6, 3 and 1 of 9 products keep 24, 16 and 8 bits
 MOST_OF_FUNCTIONS = 2.0**6
 FUNCTIONS = {
     torch.exp: jnp.exp,
@@ -33,25 +33,25 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Widening:
-    """By what a limit is multiplied: of a module without convolutions, and of one with them."""
+    """Factors of a limit: `plain` for a module without convolutions, `convolutions` for one with them."""
 
     plain: float = 1.0
     convolutions: float = 1.0
 
     def of(self, module: torch.nn.Module) -> float:
-        """Whether one of its layers is a convolution its class tells."""
+        """The factor of a module. A layer is a convolution if its class has "conv" in its name."""
         return self.convolutions if any("conv" in type(m).__name__.lower() for m in module.modules()) else self.plain
 
 
 def widening_here() -> Widening:
-    """Of the chips that the TPU path runs on, as a pipeline sets them."""
+    """The factors of the TPU path's chips at the default precisions."""
     config = TPUConfig()
     return widening(target_devices()[0], config.matmul_precision, config.convolution_precision)
 
 
 @functools.cache
 def widening(device: jax.Device, products: str, convolutions: str) -> Widening:
-    """Of this device at these precisions, of products and of convolutions."""
+    """The factors of a device at these precisions of products and of convolutions."""
     if _rounds_as_the_host(device):
         return Widening()
     draw, least = np.random.default_rng(0), np.float32(0.1)
@@ -63,7 +63,7 @@ def widening(device: jax.Device, products: str, convolutions: str) -> Widening:
         exact = host(*(torch.from_numpy(value).double() for value in values)).numpy()
         theirs = host(*map(torch.from_numpy, values)).double().numpy()
         ours = np.asarray(jax.jit(chips)(*(jax.device_put(value, device) for value in values)), np.float64)
-        # A function of the host's may be exact but for its last rounding.
+        # The host's function may be exact up to its last rounding.
         least = 2.0**-25 * np.linalg.norm(exact)
         return min(most, max(1.0, np.linalg.norm(ours - exact) / max(least, np.linalg.norm(theirs - exact))))
 

@@ -1,4 +1,4 @@
-"""One call of a module's method, flattened into tensors and what is static; and its values, taken when it was made."""
+"""One call of a module's method, flattened into tensors and static arguments; and its values at the time of the call."""
 
 import inspect
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .lru import Key, LRUCache
 from .state import Unread, is_data, of_object, opened
 
 
-MOST_COMPARED = 1 << 16  # of a tensor's values: places of tokens, which each guidance branch has its own of
+MOST_COMPARED = 1 << 16  # values; larger tensors are compared by identity. Each branch makes its own position ids
 LATENTS, TIMESTEPS = ("hidden_states", "sample"), ("timestep", "timesteps", "t")  # of a denoiser's arguments
 ONLY_BACKWARD = "expected first derivatives by backward(), got {}: for others call diffusers.tpu.uninstall(pipe) first"
 _HASHABLE = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
@@ -27,10 +27,10 @@ _HASHABLE = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.dev
 
 @dataclass
 class Values:
-    """What a call computes with: immutable arrays, so that it may wait while upstream's code writes to its tensors.
+    """What a call computes with: immutable arrays, so that writes to the call's tensors do not affect a deferred call.
 
-    `weights` are the module's by key, `placement` changes when they do; `numbers` LoRA scales by key; `versions` those of the tensors
-    that `inputs` were made of.
+    `weights` are the module's by key; `placement` changes when they do. `numbers`: LoRA scales by key. `versions`: of the tensors
+    that `inputs` were made from.
     """
 
     weights: dict[str, jax.Array]
@@ -45,17 +45,17 @@ class Call:
     """One call.
 
     Attributes:
-        leaves, spec: its flattened (args, kwargs); `tensors` are those leaves that are.
-        key: tells calls apart but for their tensors' values.
-        batched: flags the tensors whose first axis is the batch, of models that can take several calls as one. `images`: the batch of any model.
-        state, guards: the module's state when it was made, and values of guards, which its program's key has too.
+        leaves, spec: its flattened (args, kwargs); `tensors` are the leaves that are tensors.
+        key: distinguishes calls by all but their tensors' values.
+        batched: of each tensor, whether its first axis is the batch, if calls can run as one. `images`: the batch of any model.
+        state, guards: the module's state when it was made, and values of guards; both are in its program's key too.
         scale: what the scales of LoRA layers are multiplied by.
-        step: what it does of a step cache that the module has, if any.
+        step: its step of the module's step cache, if there is one.
         given: the caller's own args and kwargs; `unread`: why no key can be made of them.
-        wanted: by what its program is differentiated (`gradients.Wanted`), if it is.
-        autocast: what its products are cast to, if they are.
+        wanted: what its program is differentiated by (`gradients.Wanted`), if it is.
+        autocast: the dtype that products are cast to, if they are.
         latents, timestep: of a denoiser's arguments.
-        sparse: as of `Settings`.
+        sparse: as in `Settings`.
     """
 
     entry: str
@@ -85,28 +85,28 @@ class Call:
 
     @property
     def others(self) -> list:
-        """What may hide tensors among its leaves: all but tensors and plain values."""
+        """The leaves in which tensors may be hidden: all but tensors and plain values."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, tracing.PLAIN)]
 
     def become(self, step: tracing.Step):
-        """The call is this step of a step cache."""
+        """Make the call this step of a step cache."""
         self.step = step
         cached = tuple((tuple(t.shape), t.dtype) for t in step.tensors)
         self.key = Key((*self.key[:-1], (step.kind, cached), self.key[-1]))
         self.batched += (any(self.batched),) * len(step.tensors)
 
     def become_sparse(self, sizes: tuple[int, int, int], sparsity: float):
-        """The call has sparse attention, of a video with latents of these frames, height and width."""
+        """Give the call sparse attention, for a video with latents of these frames, height and width."""
         self.sparse = sizes, sparsity
         self.key = Key((*self.key[:-1], self.sparse, self.key[-1]))
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """All that its program takes: its tensors, and what is cached."""
+        """All tensors that its program takes: the call's, and the step cache's."""
         return [*self.tensors, *self.step.tensors]
 
     def pairs_with(self, other: "Call") -> bool:
-        """Whether both can run as one call of both batches: alike, and the same values where not batched."""
+        """Whether both can run as one call with both batches: they are alike, and unbatched tensors have the same values."""
         shared, mine, theirs = [n for n, batched in enumerate(self.batched) if not batched], self.values, other.values
         if any(getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "guards", "scale")):
             return False
@@ -118,7 +118,7 @@ class Call:
 
 
 def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
-    """A call of a module's `entry(*args, **kwargs)`. Raises NotImplementedError for other derivatives."""
+    """A call of a module's `entry(*args, **kwargs)`. Raises NotImplementedError for tensors of torch.func or forward AD."""
     by_place = dict(zip(signature.parameters, args))
     if plan.decide is not None:
         decided = plan.decide(signature.bind(*args, **kwargs).arguments)
@@ -140,7 +140,7 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         raise NotImplementedError(ONLY_BACKWARD.format("a tensor of torch.func or torch.autograd.forward_ad"))
     autocast = bridge.autocast.dtype_now()
     static += () if autocast is None else ("autocast", autocast)
-    with torch._C.DisableTorchFunction():  # the environment has nothing to say to shapes
+    with torch._C.DisableTorchFunction():  # shapes need no dispatch to the environment
         key = Key((entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors)))
     batched, batch = (False,) * len(tensors), None
     latents = next((bound[name] for name in LATENTS if isinstance(bound.get(name), torch.Tensor)), None)
@@ -150,7 +150,7 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         batched = tuple(id(t) in named_batched and t.ndim > 0 for t in tensors)
         sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
         batch = images = sizes.pop() if len(sizes) == 1 else None
-    elif plan.activation_spec == INFERRED and images is not None:  # what leads with as many is taken to be theirs
+    elif plan.activation_spec == INFERRED and images is not None:  # tensors with as many rows count as batched
         batched, batch = tuple(t.shape[:1] == (images,) for t in tensors), images
     timestep = next((bound[name] for name in TIMESTEPS if name in bound), None)
     said = {"given": (args, kwargs), "unread": unread, "images": images, "autocast": autocast}
@@ -159,12 +159,12 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
 
 
 def version_of(tensor: torch.Tensor):
-    """Changes when the tensor is written to: of a host tensor torch counts, a device tensor gets another array."""
+    """A value that changes when the tensor is written to: a host tensor's version counter, a device tensor's array."""
     return tensor.jax() if bridge.on_device(tensor) else tensor._version
 
 
 def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
-    """`question` of a tensor, evaluated again only when it was written to: of a device tensor that waits for the device."""
+    """`question`, with its results cached until the tensor is written to, as reading a device tensor waits for the device."""
     known = WeakIdKeyDictionary()
 
     def value(tensor: torch.Tensor):
@@ -177,7 +177,7 @@ def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
 
 
 def values_of(tensor: torch.Tensor) -> np.ndarray:
-    """As a program gets them. A host tensor is read each time: numpy may have written to its memory, which torch does not count."""
+    """The values that a program gets. A host tensor is read each time: torch does not count what numpy writes to its memory."""
     values = _of_device(tensor) if bridge.on_device(tensor) else bridge.as_numpy(tensor)
     return values.astype(bridge.numpy_dtype(tensor.dtype))
 
@@ -186,7 +186,7 @@ _of_device = asked_once(lambda tensor: np.asarray(hosts.whole(tensor.jax())))
 
 
 class SentInputs:
-    """The arrays of host tensors, of a text that every step is given, for as long as a pipeline's call: made again of other values."""
+    """Arrays of host tensors that every step gets, such as texts, cached for a pipeline's call; made again if values change."""
 
     MOST, MOST_BYTES = 16, 1 << 26
 
@@ -207,7 +207,7 @@ class SentInputs:
 
 
 def goes_on_from(x) -> bool:
-    """Whether x is the keys and values that a language model of transformers goes on from: each call finds more of them."""
+    """Whether x is the key-value cache of a transformers language model, which grows with each call."""
     return any(f"{base.__module__}.{base.__name__}" == "transformers.cache_utils.Cache" for base in type(x).__mro__)
 
 
@@ -216,7 +216,7 @@ def _is_same(version, other) -> bool:
 
 
 def _are_same(mine: torch.Tensor, theirs: torch.Tensor, version) -> bool:
-    """Whether two tensors have the same values, the first as it was at this version, if any; larger ones only if they are one."""
+    """Whether two tensors have the same values, the first one still at this version, if any; large ones must be one object."""
     if version is not None and not _is_same(version, version_of(mine)):
         return False
     return mine is theirs or (mine.numel() <= MOST_COMPARED and np.array_equal(values_of(mine), values_of(theirs)))
@@ -225,7 +225,7 @@ def _are_same(mine: torch.Tensor, theirs: torch.Tensor, version) -> bool:
 def _static(leaf):
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return leaf.shape, leaf.dtype.str, leaf.tobytes()
-    if isinstance(leaf, torch.Generator):  # what draws from it has no program; to the rest one is as good as another
+    if isinstance(leaf, torch.Generator):  # code that draws from it is not compiled; the rest ignores it
         return type(leaf), leaf.device
     if goes_on_from(leaf):
         return type(leaf)

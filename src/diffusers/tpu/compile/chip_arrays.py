@@ -1,7 +1,7 @@
-"""What training keeps on the chips, gradients, states of optimizers and weights that they changed, and the host's tensors that stand for it.
+"""Arrays that training keeps on the chips (gradients, optimizer states, updated weights), and the host tensors that represent them.
 
-A weight stands for its part as a `FileTensor` does for its part of a file; the others are `OnChips`. Whoever asks for values, torch's
-own code too, finds an ordinary tensor of the host.
+A weight is represented by a `FileTensor`, which reads the array as it would read a file; the others are `OnChips`. Code that asks
+for values, torch's own included, gets an ordinary host tensor.
 """
 
 import weakref
@@ -19,12 +19,12 @@ from .weights import PlacedWeights
 
 @dataclass(eq=False)
 class ChipArray:
-    """An array on the chips that is of the weights under one key, and stored as they are: a stack if they are.
+    """An array on the chips that belongs to the weights under one key and is laid out as they are, stacked if they are.
 
     Attributes:
-        placed: the weights, and what of them is told when values leave the chips.
-        array: None once nothing of it is on the chips.
-        parts: what stands for it.
+        placed: the weights; it is told when values leave the chips.
+        array: None once it has left the chips.
+        parts: the parts that tensors represent.
     """
 
     placed: PlacedWeights
@@ -41,24 +41,24 @@ class ChipArray:
         return part
 
     def become(self, array: jax.Array):
-        """What stands for the array stands for this one."""
+        """Replace the array; tensors that represent the old one represent this one."""
         self.array, self._host = array, None
 
     def read(self, number: int) -> torch.Tensor:
-        """The part of the tensor with this number, on the host."""
+        """The values of the tensor with this number, on the host."""
         if self._host is None:
             self._host = from_numpy(self.placed.in_order(self.key, self.array))
         return self._host[number] if self.placed.is_stacked(self.key) else self._host
 
     def leave(self):
-        """Its values to the host, for as long as something stands for them."""
+        """Copy the values to the host for each part that is still in use, and free the array."""
         for part in [*self.parts]:
             part.values = part[...]
         self.array = self._host = None
 
     @property
     def tensors(self) -> int:
-        """How many tensors' weights it is of."""
+        """How many tensors the array is made of."""
         return len(self.placed.sources[self.key])
 
     @property
@@ -68,7 +68,7 @@ class ChipArray:
 
 @dataclass(eq=False)
 class Part:
-    """One tensor's part of what is held; `values`: on the host, when it has left the chips."""
+    """One tensor's part of a `ChipArray`. `values`: on the host, once it has left the chips."""
 
     held: ChipArray
     number: int
@@ -77,20 +77,20 @@ class Part:
     values: torch.Tensor | None = None
 
     def __getitem__(self, index) -> torch.Tensor:
-        """A copy of its values there."""
+        """A host copy of the part's values at this index."""
         with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             whole = self.held.read(self.number) if self.values is None else self.values
             return whole[tuple(map(slice, self.shape))][index].to(self.dtype, copy=True)
 
     def settled(self, tensor: torch.Tensor):
-        """A weight that stood for it has its values on the host now; they are on the chips as before."""
+        """Record that a weight which represented this part has its values on the host now; the chips hold the same."""
         if self.values is None:
             self.held.placed.copied(self.held.key, self.number, tensor)
 
 
 @dataclass(eq=False)
 class Number:
-    """A number that a program gives, in a dtype of torch's."""
+    """A scalar that a program returns, with its dtype in torch."""
 
     array: jax.Array
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class Number:
 
 
 class OnChips(torch.Tensor):
-    """A tensor of the host that stands for a part on the chips until it is asked for values, and then for an ordinary tensor."""
+    """A host tensor that represents a part on the chips; it becomes an ordinary host tensor when values are needed."""
 
     part: Part | Number | None
     _host: torch.Tensor | None
@@ -114,7 +114,7 @@ class OnChips(torch.Tensor):
         self.hold(part)
 
     def hold(self, part: Part | Number):
-        """Stand for this part from now on."""
+        """Represent this part from now on."""
         self.part, self._host = part, None
 
     def host(self) -> torch.Tensor:
@@ -137,7 +137,7 @@ class OnChips(torch.Tensor):
 
 
 def _on_hosts(func, args: tuple, kwargs: dict):
-    """torch's function of the tensors that stand there; one that it wrote to is given itself."""
+    """Call torch's function on the host tensors behind these. A tensor that it wrote to and returns is returned as itself."""
     owners: dict[int, OnChips] = {}
 
     def host(t: OnChips) -> torch.Tensor:
@@ -149,13 +149,13 @@ def _on_hosts(func, args: tuple, kwargs: dict):
 
 
 def part_of(t) -> Part | None:
-    """The part on the chips that a tensor stands for; None: it has values on the host."""
+    """The part on the chips that a tensor represents; None: its values are on the host."""
     part = t.part if type(t) is OnChips else t.source.values if type(t) is FileTensor else None
     return part if isinstance(part, Part) and part.values is None else None
 
 
 def together(tensors: list[torch.Tensor]) -> ChipArray | None:
-    """What is held, where these stand for its parts, all and in order."""
+    """The array whose parts these tensors represent, all of them and in order; else None."""
     parts = [*map(part_of, tensors)]
     held = parts[0] and parts[0].held
     same = held and all(part and part.held is held and part.number == n for n, part in enumerate(parts))
@@ -163,7 +163,7 @@ def together(tensors: list[torch.Tensor]) -> ChipArray | None:
 
 
 def complete(tensors: list[torch.Tensor | None]) -> dict[ChipArray, list[int]]:
-    """Arrays whose tensors are all among these: their numbers here, in the array's order."""
+    """The arrays whose tensors are all among these -> the positions of these tensors here, in the array's order."""
     found: dict[ChipArray, dict[int, int]] = {}
     for n, part in enumerate(map(part_of, tensors)):
         if part is not None:
@@ -172,7 +172,7 @@ def complete(tensors: list[torch.Tensor | None]) -> dict[ChipArray, list[int]]:
 
 
 def brought(tensors: list[torch.Tensor], like: ChipArray) -> ChipArray:
-    """What these hold, each of one of the weights of `like` and of its shape: on the chips from now on."""
+    """These tensors as an array on the chips, laid out like `like`; there is one for each of its weights, of the same shape."""
     if (found := together(tensors)) is not None:
         return found
     placed, key = like.placed, like.key
@@ -185,7 +185,7 @@ def brought(tensors: list[torch.Tensor], like: ChipArray) -> ChipArray:
 
 
 def stand(held: ChipArray, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[OnChips]:
-    """Tensors that stand for all that is held: these, where they can."""
+    """Tensors that represent all parts of `held`; those given that are `OnChips` are reused."""
     found = [*tensors]
     for n, t in enumerate(tensors):
         part = held.part(n, torch.Size(held.array.shape[held.placed.is_stacked(held.key) :]), dtype)

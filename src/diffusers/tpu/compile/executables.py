@@ -1,8 +1,8 @@
-"""Executables of a module's programs on disk: another process finds them without tracing.
+"""Executables of a module's programs on disk, which other processes load without tracing.
 
-The key is everything that the trace read, as strings (`store`). A trace's guards lie there too, by the values before them, and marks of
-what it found out. What not all processes of a run find, all compile. Not cached: programs that call the host back
-(`TPUConfig.attention_tally`), and those of code without a stable key (a script's).
+The key is everything that the trace read, as strings (`store`). A trace's guards are stored too, by the guard values before them,
+and marks of what the trace found. If a process of a run does not find a program, all compile it. Not cached: programs with host
+callbacks (`TPUConfig.attention_tally`), and those of code without a stable key (a script's).
 """
 
 import concurrent.futures
@@ -43,15 +43,15 @@ OF_JAX = (
     "jax_enable_x64 jax_default_matmul_precision jax_threefry_partitionable jax_numpy_dtype_promotion"
     " jax_use_shardy_partitioner jax_exec_time_optimization_effort jax_memory_fitting_effort"
 ).split()
-GUARDS_ON = ("cpu", "tpu")  # on the host, or on a chip where JAX_PLATFORMS leaves the host out
-MOST_AHEAD = 4  # programs of a module that are loaded before a call looks for them
+GUARDS_ON = ("cpu", "tpu")  # a guard runs on a chip where JAX_PLATFORMS leaves out the CPU
+MOST_AHEAD = 4  # programs of a module that are prefetched
 NUMBERS_ARE_READ, ALONE = "numbers are read", "alone"
 _loaded: "weakref.WeakValueDictionary[str, jax.stages.Compiled]" = weakref.WeakValueDictionary()
 
 
 class Executables:
-    """Of one runner. `reason`: why programs of the module as it is are not cached, if they are not; `off`: nothing is found or cached,
-    the caller needs the trace itself; `ahead`: loading before a call looks for them, by name."""
+    """The cached executables of one runner. `reason`: why programs of the module as it is are not cached, if they are not. `off`:
+    nothing is looked up or cached, as the caller needs the trace. `ahead`: programs that are being prefetched, by name."""
 
     def __init__(self, runner):
         self.runner, self.off = runner, False
@@ -67,7 +67,7 @@ class Executables:
         return DiskCache("executables", None) if off else DiskCache.of("executables")
 
     def key(self, call: Call, branches: int, guards: tuple) -> Key | None:
-        """The program's name on disk; None where it is not cached."""
+        """The program's cache key; None: it is not cached."""
         if (of_module := self._of_module()) is None:
             return None
         entry, spec, static, *step, shapes = call.key
@@ -93,13 +93,13 @@ class Executables:
         if state not in self._of_modules:
             try:
                 self._of_modules[state], self.reason = module_words(self.runner), None
-            except Exception as error:  # NotPortable, or of an object that has no words: it runs all the same
+            except Exception as error:  # NotPortable, or an object's own error: it runs uncached
                 self._of_modules[state], self.reason = None, str(error) or repr(error)
                 logger.info(f"programs of {self.name} are not kept for other processes: {error}")
         return self._of_modules[state]
 
     def expect(self):
-        """Load what was last used of the module as it is, while its weights are on their way."""
+        """Prefetch the most recently used executables of the module as it is, while its weights are being placed."""
         self.runner.current()
         if (of_module := self._of_module()) is None:
             return
@@ -110,7 +110,7 @@ class Executables:
             pool.shutdown(wait=False)  # its threads end with their work
 
     def recall(self, key: Key | None, call: Call) -> "Program | bridge.Guard | str | None":
-        """What is cached for this key: a program, a guard or a mark. None where not all processes of the run find it."""
+        """The cached program, guard or mark for this key; None unless all processes of the run find it."""
         found = None
         if key is not None:
             loading = self.ahead.pop(key.name, None)
@@ -122,7 +122,7 @@ class Executables:
         return found if hosts.same(f"what is kept of {self.name}.{call.entry} for {call.shapes}", kind) else None
 
     def _find(self, key: Key):
-        """What is cached, an executable loaded."""
+        """The cached value for this key; the executables of a program are loaded."""
         found = self.cache.find(key.name, key.parts)
         try:
             if isinstance(found, bridge.Guard):
@@ -139,11 +139,11 @@ class Executables:
                 if found.differentiable is not None:
                     found.differentiable.program = found
             return found
-        except Exception as error:  # of a runtime that refuses it: whatever it is, the program can be compiled
+        except Exception as error:  # whatever the runtime raises, the program can be compiled
             return self.cache.remove(key.name, error)
 
     def _say_what_differs(self, key: Key):
-        """Once of a component; a warning only where its executable was made ahead, and is not used."""
+        """Say once per component how the key differs from the nearest cached one; a warning only if that one was compiled ahead."""
         apart, ahead = key.differs(self.cache) or (None, False)
         if ahead:
             notices.warn_once(
@@ -155,7 +155,7 @@ class Executables:
             logger.info(f"{key.model} is compiled: what is kept of it for this call differs in {apart}")
 
     def keep(self, key: Key | None, make, ahead: bool = False):
-        """Write what `make()` gives, or a mark; where the runtime or pickle has no form for it the next process makes its own."""
+        """Write what `make()` returns, or a mark. If the runtime or pickle cannot serialize it, the next process makes its own."""
         if key is None:
             return
         try:
@@ -165,7 +165,7 @@ class Executables:
             logger.info(f"a program of {self.name} is not kept: {self.reason}")
 
     def keep_program(self, program: Program, ahead: bool = False):
-        """Write a compiled program. `ahead`: for a run to come."""
+        """Write a compiled program. `ahead`: it was compiled ahead of a run."""
 
         def make() -> Program:
             stored = {"mesh": program.mesh.shape["dp"], "options": {}, "calls": 0, "key": None, "recalled": True}
@@ -176,7 +176,7 @@ class Executables:
         self.keep(program.key, make, ahead)
 
     def keep_guard(self, key: Key | None, guard: "bridge.Guard", call: Call):
-        """Write a guard, by the values before it."""
+        """Write a guard, under the guard values before it."""
 
         def make() -> bridge.Guard:
             some = [values_of(call.tensors[number]) for number in guard.inputs]
@@ -188,7 +188,7 @@ class Executables:
 
 
 def module_words(runner) -> dict[str, str]:
-    """The parts of a key that are of a module as it is, of its chips, of versions and sources. Raises NotPortable."""
+    """The parts of a key that describe the module as it is, its chips, versions and sources. Raises NotPortable."""
     words, placed, plan, settings = StableKey(), runner.plan_weights(), runner.plan, runner.settings
     weights = [
         (name, a.shape, a.dtype.name, repr(a.sharding.spec), repr(placed.packed.get(name)))
@@ -226,21 +226,21 @@ def _mesh_words(mesh) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What XLA compiles for where the chips are simulated."""
+    """The CPU's architecture and features: XLA compiles for these where the chips are simulated."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return f"{platform.machine()} {digest(flags.encode())}"
 
 
 def _flags() -> list[str]:
-    """Of the compiler, without how many chips are simulated, which is the mesh's to say, and what JAX adds on a TPU host."""
+    """The compiler's flags, without the number of simulated chips (part of the mesh), dumps, and what JAX adds on a TPU host."""
     flags = {*" ".join(os.environ.get(name, "") for name in FLAGS).split()} - flags_of_jax()
     return sorted(flag for flag in flags if "force_host_platform_device_count" not in flag and "dump" not in flag)
 
 
 @functools.cache
 def _versions() -> str:
-    found = ["python {}.{}".format(*sys.version_info)]  # what is pickled is alike in its patch versions
+    found = ["python {}.{}".format(*sys.version_info)]  # patch versions read each other's pickles
     for name in VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")

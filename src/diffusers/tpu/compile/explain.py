@@ -1,4 +1,4 @@
-"""The mode of every module of a model (`modes`), from its runners: each with its reasons, lines of upstream's code."""
+"""The mode (`modes`) of every module of a model, from its runners, each with its reasons: lines of upstream's code."""
 
 import re
 from collections import Counter

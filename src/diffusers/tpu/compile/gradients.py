@@ -1,9 +1,9 @@
-"""Gradients of a compiled call. Torch sees one `autograd.Function` a call; the way back is a program of its own.
+"""Gradients of a compiled call. Torch sees one `autograd.Function` per call; the backward pass is a program of its own.
 
-In training mode the call's program keeps on the chips what the way back needs, and what asks for a gradient is in the program's key.
-In evaluation mode the call's program is that of a call without gradients, and the way back computes it again: a script that only
-forgot `torch.no_grad` pays nothing. Blocks that are scanned keep their inputs, attention's results and, as far as a chip has room, those
-of their layers (`tracing.keeping`), with upstream's gradient checkpointing or without; what lies between is computed again.
+In training mode the call's program keeps residuals on the chips, and its key names what asks for a gradient. In evaluation mode the
+call runs the program without gradients, and the backward pass computes it again: a script that only forgot `torch.no_grad` pays
+nothing. Scanned blocks keep their inputs, attention's results and, as far as a chip has room, those of their layers
+(`tracing.keeping`), with or without upstream's gradient checkpointing. The rest is computed again.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """By what a call is differentiated: numbers of its tensors, keys of weights. `room`: bytes of a chip for what scanned blocks keep.
-    `keeps`: its program keeps residuals."""
+    """What a call is differentiated by: numbers of its tensors, keys of weights. `room`: bytes of a chip for what scanned blocks
+    keep. `keeps`: its program keeps residuals."""
 
     tensors: tuple[int, ...]
     weights: tuple[str, ...]
@@ -46,26 +46,26 @@ class Wanted:
     keeps: bool
 
     def of(self, call: Call) -> Call:
-        """The same call, whose key names what is wanted of it."""
+        """The same call, with a key that names what is wanted of it."""
         key = *call.key[:-1], ("gradients", *dataclasses.astuple(self)), call.key[-1]
         return dataclasses.replace(call, key=key, wanted=self)
 
 
 class Differentiable:
-    """The executables of a traced program: outputs and residuals, and gradients by them; or all the way back at once.
+    """A traced program's executables for gradients: outputs with residuals, and gradients from these; or the whole backward pass.
 
-    Gradients of weights lie as these are stored, over the chips.
+    Gradients of weights are sharded as the weights are stored.
 
     Attributes:
-        reached: of each of what is wanted, whether an output depends on it; the others have no gradient.
+        reached: for each wanted tensor and weight, whether an output depends on it; the others have no gradient.
     """
 
     def __init__(self, program: Program, wanted: Wanted):
         self.program, self.wanted = program, wanted
         self.reached: list[bool] = []
-        # Residuals lie as weights without a rule do: the compiler would split one over a part of an axis, as JAX does not.
+        # Shard residuals like weights without a rule: the compiler's own sharding may be uneven, which JAX refuses.
         self._spread = False
-        # The way back is a tree of residuals; of each: whether it is an argument, and its number among these or the others.
+        # The vjp function is a pytree of residuals. Of each: whether it is an argument, and its number among these or the rest.
         self._tree: jax.tree_util.PyTreeDef | None = None
         self._places: list[tuple[bool, int]] = []
 
@@ -80,15 +80,15 @@ class Differentiable:
         return vars(self) | {"program": None, "_tree": None}
 
     def compile_forward(self, *given) -> bool:
-        """Compile it; False where that is done already."""
+        """Compile `forward`; False: that is done already."""
         return self._compile("outputs_and_residuals", *given)
 
     def backward(self, residuals: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
-        """Of what is wanted and `reached`, tensors first, by the gradients of those outputs that are floating."""
+        """Gradients of what is wanted and `reached`, tensors first. `gradients`: of the floating-point outputs."""
         return self._run("back", residuals, gradients)
 
     def whole_backward(self, *given_and_gradients) -> list[jax.Array]:
-        """`backward` without residuals."""
+        """`backward` without residuals: the program's arguments are given instead."""
         return self._run("there_and_back", *given_and_gradients)
 
     def _run(self, name: str, *arguments):
@@ -113,7 +113,7 @@ class Differentiable:
         return True
 
     def lowered(self) -> jax.stages.Lowered:
-        """All the way back at once, of shapes alone."""
+        """The whole backward pass, lowered from shapes alone."""
         everywhere = NamedSharding(self.program.mesh, PartitionSpec())
         gradients = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
@@ -148,7 +148,7 @@ class Differentiable:
         return self._as_stored(self._way_back(given)[1](gradients)[0])
 
     def _way_back(self, given) -> tuple[list, Callable]:
-        """Outputs, and the function from their gradients to those of what is wanted and `reached`."""
+        """Outputs, and the function from their gradients to the gradients of what is wanted and `reached`."""
         flat, jaxpr = jax.tree.leaves(given), self.program.traced.jaxpr
         places = self._places_of_wanted(given)
         floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jaxpr.out_avals]
@@ -179,7 +179,7 @@ class Differentiable:
 
 
 class _Residuals(torch.Tensor):
-    """A tensor of nothing that holds what a call keeps: torch lets go of it when it has gone back through the call."""
+    """An empty tensor that holds a call's residuals: torch frees it after the backward pass."""
 
 
 class _Call(torch.autograd.Function):
@@ -204,9 +204,9 @@ class _Call(torch.autograd.Function):
 
 
 class DifferentiatedCall:
-    """One call of a module's method that torch can go back through.
+    """One call of a module's method that torch can differentiate.
 
-    In training mode its program keeps residuals; else the call is kept, and computed again.
+    In training mode its program keeps residuals; else the call's values are kept, and it is computed again.
     """
 
     def __init__(self, runner, call: Call):
@@ -219,12 +219,12 @@ class DifferentiatedCall:
             self.weights |= {key: asked} if asked else {}
         asked = sum(t.nbytes for some in self.weights.values() for t in some.values())
         whole = sum(t.nbytes for t in tensors.values())
-        if 2 * asked > whole:  # gradients, and what optimizers keep, lie as weights do
+        if 2 * asked > whole:  # gradients and optimizers' states are sharded as weights are
             runner.storage = frozenset()
         self.wanted = Wanted((*self.inputs,), (*self.weights,), self._room(), self.keeps)
 
     def _room(self) -> float:
-        """Bytes of a chip beside programs, weights, and gradients and AdamW's states of those that are trained."""
+        """Bytes of a chip that are left by programs, weights, and the gradients and AdamW states of trained weights."""
         runner = self.runner
         hbm, _ = room_on(runner.mesh.devices.flat[0], runner.config)
         if hbm is None:
@@ -233,12 +233,12 @@ class DifferentiatedCall:
 
     @property
     def trained(self) -> int:
-        """Bytes of a chip of the weights that ask for gradients."""
+        """Bytes of a chip that the weights which ask for gradients take."""
         avals = (self.runner.plan_weights().avals[key] for key in self.weights)
         return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in avals)
 
     def find(self) -> Program | None:
-        """Its program; None: there is none for the call."""
+        """Look up or trace its program; None: the call cannot be compiled."""
         if self.keeps:
             self.call = self.wanted.of(self.call)
         self.program = self.runner.find_program(self.call, 1)
@@ -263,7 +263,7 @@ class DifferentiatedCall:
         """Upstream's return value."""
         runner, call = self.runner, self.call
         asked = [*self.inputs.values(), *(t for some in self.weights.values() for t in some.values())]
-        with torch.enable_grad():  # a VAE's posterior computes as it is made
+        with torch.enable_grad():  # a VAE's posterior computes when it is made
             return runner.output_of(self.program.result, _Call.apply(self, *asked), call)
 
     def run(self) -> tuple[list[torch.Tensor], object]:
@@ -275,12 +275,12 @@ class DifferentiatedCall:
             program.calls += 1
         else:
             outputs, kept = runner.execute(program, call), self._given()
-        call.values = None  # torch decides how long what is kept lives
+        call.values = None  # torch frees what is kept, with its graph
         return [bridge.from_numpy(x) for x in outputs], kept
 
     def back(self, kept, gradients: tuple[torch.Tensor, ...], nodes: list) -> Iterator[torch.Tensor | None]:
-        """Gradients of what asked for one, arguments first; None where no output depends on it, and where a weight has it already, on
-        the chips. `gradients`: of the flat outputs; `nodes`: where torch goes with what is given."""
+        """Gradients of what asked for one, arguments first. None where no output depends on it, and where the gradient of a weight
+        stays on the chips. `gradients`: of the flat outputs. `nodes`: where torch passes each gradient on."""
         runner, program, nodes = self.runner, self.program, iter(nodes)
         with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
             everywhere = NamedSharding(program.mesh, PartitionSpec())
@@ -310,7 +310,7 @@ class DifferentiatedCall:
                     yield from (held.part(number, t.shape, t.dtype)[...] for number, t in asked.items())
 
     def _program_again(self) -> Program:
-        """The traced program of a call that was kept."""
+        """The traced program of a call whose values were kept."""
         call = self.wanted.of(self.call)
         self.runner.current()
         if self.runner.state_key != self.call.state:
@@ -331,7 +331,7 @@ class DifferentiatedCall:
 
 
 def _kept(held: ChipArray, asked: dict[int, torch.Tensor], nodes: list) -> bool:
-    """Whether gradients of weights stay on the chips, added to what these have there; not what torch hands on elsewhere than to `.grad`."""
+    """Whether gradients of weights stay on the chips, added to those there. Not if torch passes them on to more than `.grad`."""
     stack, dtype = held.array.shape[: held.placed.is_stacked(held.key)], held.array.dtype
     like = all((*stack, *t.shape) == held.array.shape and t.itemsize == dtype.itemsize for t in asked.values())
     if not like or len(asked) != held.tensors or not all(map(_accumulates, asked.values(), nodes)):
@@ -349,12 +349,12 @@ def _kept(held: ChipArray, asked: dict[int, torch.Tensor], nodes: list) -> bool:
 
 
 def _accumulates(t: torch.Tensor, node) -> bool:
-    """Whether torch does no more with a gradient that comes to this node than to add it to the tensor's."""
+    """Whether torch only adds a gradient that reaches this node to the tensor's."""
     if type(node).__name__ != "AccumulateGrad" or t._backward_hooks or t._post_accumulate_grad_hooks:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # in `torch.autograd.grad` there is no answer for a tensor's own
+    except RuntimeError:  # `torch.autograd.grad` does not say for a tensor's own node
         return False
 
 

@@ -1,9 +1,9 @@
-"""Guidance branches: calls that follow each other and run as one program, their batches side by side on `dp`.
+"""Guidance branches: consecutive calls that run as one program, with their batches side by side on `dp`.
 
-Upstream's pipelines and guiders call the denoiser once per branch and combine the results afterwards. A call whose batch `dp` does not
-divide returns deferred tensors; once as many calls are deferred as `dp` holds, they run. A deferred call holds values and its program:
-what upstream's code changes meanwhile is the next call's. If a deferred value is needed before, or a call of another kind comes, the
-deferred ones run each by itself, on all chips, as do those like them until the pipeline's call ends.
+Upstream's pipelines and guiders call the denoiser once per branch and combine the results afterwards. If `dp` does not divide a
+call's batch, the call returns deferred tensors; the call that fills `dp` runs them all. A deferred call holds its values and its
+program, so later changes by upstream's code affect only the next call. If a deferred value is needed earlier, or a call of another
+kind comes, each deferred call runs alone, on all chips. Calls like them then also run alone, until the pipeline's call ends.
 """
 
 import functools
@@ -27,25 +27,25 @@ class Waiting:
 
 
 class GuidanceBatcher:
-    """The deferred calls of one module, of each thread its own. `execute(program, calls)` gives the flat outputs of each call."""
+    """The deferred calls of one module, kept per thread. `execute(program, calls)` returns the flat outputs of each call."""
 
     def __init__(self, dp: int, execute):
         self.dp, self.execute = dp, execute
-        self.alone: set[tuple] = set()  # key and state of calls that nothing came beside
+        self.alone: set[tuple] = set()  # key and state of calls that run alone: no second one followed
         self._of_thread = threading.local()
 
     @property
     def waiting(self) -> list[Waiting]:
-        """Those of the calling thread."""
+        """The deferred calls of the calling thread."""
         return vars(self._of_thread).setdefault("calls", [])
 
     def side_by_side(self, call: Call) -> int:
-        """How many calls like this one fill `dp`; 1: each runs alone, on all chips."""
+        """The number of calls like this one that fill `dp`; 1: each runs alone, on all chips."""
         alone = not call.batch or (call.key, call.state) in self.alone
         return 1 if alone else self.dp // math.gcd(self.dp, call.batch)
 
     def waits(self, call: Call, program: Program) -> bool:
-        """Whether the call will be deferred until others come."""
+        """Whether `run` would defer the call until further calls fill `dp`."""
         if program.branches == 1 or not bridge.environment().active:
             return False
         beside = len(self.waiting) if self.waiting and self.waiting[0].call.pairs_with(call) else 0
@@ -64,7 +64,7 @@ class GuidanceBatcher:
         return one.outputs
 
     def finish(self, waiting: list[Waiting] | None = None):
-        """Run what is deferred: a value of it is needed, or a call of another kind comes. `waiting`: another thread's perhaps."""
+        """Run the deferred calls, as a value is needed or a call of another kind came. `waiting`: may be another thread's list."""
         waiting = self.waiting if waiting is None else waiting
         with exclusive.pinned():
             if waiting:
@@ -72,7 +72,7 @@ class GuidanceBatcher:
                 self._execute(waiting[0].program, waiting)
 
     def forget(self):
-        """What is deferred is not run: who would have asked for it has failed, or has ended."""
+        """Discard the deferred calls without running them: the pipeline's call that would use them has failed or ended."""
         self.waiting.clear()
         self.alone.clear()
 

@@ -1,6 +1,6 @@
-"""The entry methods of a module, replaced on the instance; and a model that stays on the host.
+"""Entry methods of a module, replaced on the instance; and a model that stays on the host.
 
-A `CompiledModule` and a `HostModel` both stand in for methods of a module (`forward`, `encode`, `decode`), until they are detached.
+`CompiledModule` and `HostModel` both replace methods of a module (`forward`, `encode`, `decode`) until they are detached.
 """
 
 import functools
@@ -16,13 +16,13 @@ from .state import Arguments, is_entry, write_back
 
 
 class EntryMethods:
-    """Calls of some methods of a module are calls of `called`. The module says where it runs by the attribute NAME."""
+    """Calls of some methods of a module go to `called`. The module's attribute NAME holds this object."""
 
     NAME: str
 
     def __init__(self, module: torch.nn.Module, entries: tuple[str, ...], mesh: Mesh):
         self.module, self.entries, self.mesh = module, entries, mesh
-        self._replaced: dict[str, object] = {}  # what stood there on the instance; None: the class's
+        self._replaced: dict[str, object] = {}  # the instance's former methods; None: the class's
         self._signatures: dict[str, inspect.Signature] = {}
 
     def attach(self):
@@ -32,7 +32,7 @@ class EntryMethods:
         self.module._hf_hook = bridge.ExecutionDevice(vars(self.module).get("_hf_hook"))
 
     def detach(self):
-        """Put them back; what the user has put in their place stays."""
+        """Restore the former methods; methods that the user has set since stay."""
         self.put_back()
         vars(self.module).pop(self.NAME, None)
         if isinstance(hook := vars(self.module).get("_hf_hook"), bridge.ExecutionDevice):
@@ -55,14 +55,14 @@ class EntryMethods:
                     setattr(self.module, name, own)
 
     def original(self, name: str):
-        """What stood there before: the class's method, as it is now, or the instance's own."""
+        """The former method: the class's, as it is now, or the instance's own."""
         return self._method(name, self._replaced[name])
 
     def _method(self, name: str, own):
         return getattr(type(self.module), name).__get__(self.module) if own is None else own
 
     def on_host(self, name: str, args: tuple, kwargs: dict):
-        """The original's return value in plain torch; on the chips again where glue handles device tensors. It may write to arguments."""
+        """The original's return value in plain torch, put on the chips if the environment is active. It may write to arguments."""
         env, given = bridge.environment(), (args, kwargs)
         settled(list(self.module.parameters()), list(self.module.buffers()))
         tensors = {id(t): t for t in tree_leaves(given) if isinstance(t, bridge.Tensor)}
@@ -70,7 +70,7 @@ class EntryMethods:
             hosts = {key: env.host(t) for key, t in tensors.items()}
         args, kwargs = tree_map_only(bridge.Tensor, lambda t: hosts[id(t)], given) if hosts else given
         held = Arguments((args, kwargs) if hosts else (), [*hosts.values()])
-        differentiable = torch.is_grad_enabled() and not env.active  # not within a call of the chips' own
+        differentiable = torch.is_grad_enabled() and not env.active  # not in a call that runs on the chips
         with env.left(), torch.inference_mode(False), torch.set_grad_enabled(differentiable):
             output = self.original(name)(*args, **kwargs)
         written, values = held.written([n for n, t in enumerate(held.tensors) if t._version], lambda leaf: leaf)
@@ -83,7 +83,7 @@ class EntryMethods:
     def _entry(self, name: str):
         @functools.wraps(self.original(name))
         def run(*args, **kwargs):
-            if name not in self._replaced:  # detached; a wrapper of the user's, accelerate's say, has it yet
+            if name not in self._replaced:  # detached, but a wrapper, accelerate's say, still holds it
                 return self._method(name, run.tpu_own)(*args, **kwargs)
             return self.called(name, args, kwargs)
 
@@ -93,7 +93,7 @@ class EntryMethods:
 
 
 class HostModel(EntryMethods):
-    """Runs a module in plain torch: device tensors among its arguments come to the host, its results go to the chips."""
+    """Runs a module in plain torch: device tensors among its arguments are copied to the host, its results to the chips."""
 
     NAME = "_tpu_host"
     called = EntryMethods.on_host

@@ -1,10 +1,10 @@
-"""A dict that evicts what was least recently used: for what grows with each new size or state that a process meets. And its keys."""
+"""A dict that evicts the least recently used entry, for what grows with each new size or state. And its keys."""
 
 import math
 
 
 class Key(tuple):
-    """A tuple whose hash is computed once: a call's is asked for in some ten dicts."""
+    """A tuple whose hash is computed once, as a call's is needed in some ten dicts."""
 
     def __hash__(self):
         if (known := vars(self).get("hash")) is None:
@@ -13,9 +13,9 @@ class Key(tuple):
 
 
 class LRUCache(dict):
-    """At most `most` entries, and `most_bytes` of `bytes_of(value)` in all; what was last set stays, however large.
+    """At most `most` entries, and `most_bytes` in all by `bytes_of(value)`; the entry set last stays, however large.
 
-    Setting, `[]`, `get` and `setdefault` count as use; iteration is in the order of use. Not for threads without a lock.
+    Setting, `[]`, `get` and `setdefault` count as use; iteration is in the order of use. Not thread-safe without a lock.
     `on_evict()` is called for each evicted entry; `evicted` counts them.
     """
 
@@ -46,7 +46,7 @@ class LRUCache(dict):
         return self[key]
 
     def fit(self):
-        """Evict what is too much; after a value has grown, too."""
+        """Evict what exceeds the limits; to be called, too, when a value has grown."""
         most_bytes = math.inf if self.most_bytes is None else self.most_bytes
         while len(self) > 1 and (len(self) > self.most or sum(map(self.bytes_of, self.values())) > most_bytes):
             del self[next(iter(self))]

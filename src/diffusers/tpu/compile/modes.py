@@ -1,8 +1,8 @@
 """In which mode the calls of a module run, and why.
 
-COMPILED   one program a call, or one for each value of its guards
-SPLIT      its own lines run eagerly on the chips, its submodules in modes of their own (`GraphBreaks`)
-EAGER      all of it runs on the chips operation by operation: it draws numbers, keeps something or writes weights
+COMPILED   one program per call, or one for each value of its guards
+SPLIT      its own lines run eagerly on the chips, its submodules each in a mode of their own (`GraphBreaks`)
+EAGER      all of it runs operation by operation on the chips: it draws random numbers, keeps state or writes weights
 HOST       it runs on the host
 """
 
@@ -25,7 +25,7 @@ from .state import State, Trace
 
 
 MOST_RUN_ONCE = 8
-ANY_STATE = "any state"  # of a module that each call changes, in place of its state's key
+ANY_STATE = "any state"  # replaces the state's key, for a module that each call changes
 LEAVES = "a call sees what the one before left in {}"
 KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
@@ -35,8 +35,8 @@ Mode = enum.Enum("Mode", "COMPILED SPLIT EAGER HOST")
 
 
 class GraphBreaks:
-    """A module that cannot be traced, split at its submodules for a `reason`: its own lines run eagerly, meanwhile `runners`, which `make`
-    gives, stand for its submodules' `forward`. One that cannot be traced either is split in turn.
+    """A module that cannot be traced for a `reason`, split at its submodules. Its own lines run eagerly; meanwhile `runners`, made
+    by `make`, replace its submodules' `forward`. A submodule that cannot be traced is split in turn.
 
     Attributes:
         missing: operators that its own lines run on the host, as torchax lacks them.
@@ -51,7 +51,7 @@ class GraphBreaks:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Calls of the submodules are their runners'. Operators that run on the host are noted."""
+        """While this is open, calls of the submodules go to their runners. Operators that run on the host are noted."""
         missing = bridge.environment().missing
         before = Counter(missing)
         with bound(_running, (*_running.get(), self)), contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ class GraphBreaks:
 
     @property
     def is_running(self) -> bool:
-        """Whether the module's own lines are running: a method of the module that they call is a part of that call."""
+        """Whether the module's own lines are running: a method of the module that they call is part of that call."""
         return self in _running.get()
 
     def move_to_host(self, name: str, error: Exception):
@@ -76,13 +76,13 @@ class GraphBreaks:
         notices.warn_once(f"host {name} {self.host}", words)
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether none of the module's submodules was replaced, by its like either."""
+        """Whether the module's submodules are still those that the runners were made for."""
         now = {name: id(submodule) for name, submodule in submodules(module)}
         return now == {name: id(runner.module) for name, runner in self.runners.items()}
 
 
 def submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Submodules that can be called, outermost ones, each once; a list of modules is no module to call."""
+    """The outermost submodules that can be called, each once; a list of modules cannot, so its items are taken."""
     met = set()
     for name, child in module.named_children():
         inner = submodules(child) if type(child).forward is torch.nn.Module.forward else [("", child)]
@@ -93,14 +93,14 @@ def submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
 
 
 class Modes:
-    """Of one module. `make`: submodule -> its runner; `most` states and kinds of calls are remembered, `on_evict` is called for others.
+    """The modes of one module. `make`: submodule -> its runner. `most`: states and calls stored. `on_evict()`: per evicted call.
 
     Attributes:
-        split: how the module is split in its state of now; None: it is not.
+        split: how the module is split in its current state; None: it is not.
         eager: why calls run eagerly, by program key.
         host: why calls run on the host.
-        persistent: what hooks, processors or counters change in each call, or attributes that a call reads and writes.
-        unsteady: why each call had a program of its own, once so many had that another one is not worth it.
+        persistent: containers that each call changes, by hooks, processors or counters, or as attributes that it reads and writes.
+        unsteady: why each call had a program of its own; set once this has happened too often.
     """
 
     def __init__(self, module: torch.nn.Module, make: Callable, most: int, on_evict: Callable[[], None]):
@@ -117,12 +117,12 @@ class Modes:
 
     @property
     def never_traced(self) -> bool:
-        """Whether no call is traced in any state, while the module has what it has."""
+        """Whether no call is traced in any state, as long as the module has its present hooks and attributes."""
         return bool(self.persistent or self.unsteady or (self._state is not None and self._state.unread))
 
     @property
     def fallback(self) -> Mode:
-        """Of calls that are not compiled."""
+        """The mode of calls that are not compiled."""
         if self.split is None:
             return Mode.EAGER
         return Mode.HOST if self.split.host else Mode.SPLIT
@@ -134,7 +134,7 @@ class Modes:
             yield from filter(None, (self.split.reason, *self.split.missing, self.split.host))
 
     def follow(self, state: State):
-        """The module is in this state."""
+        """Set the mode for the module's new state."""
         self._state = state
         held = state.holds() if self.persistent else ()
         self.persistent = [container for container in self.persistent if id(container) in held]
@@ -153,7 +153,7 @@ class Modes:
         """The mode of this call, before a program is looked for. `within`: the module is a submodule of a split one."""
         cache = None if within else next(filter(goes_on_from, call.others), None)
         if cache is not None:
-            # Each call finds more in it, a language model's keys and values: no shape comes twice.
+            # A language model's cached keys and values grow with each call: no shape occurs twice.
             reason = f"each call finds more in the {type(cache).__name__} that it is given"
             self.host[reason] = None
             name = f"{self.name}.{call.entry}"
@@ -170,7 +170,7 @@ class Modes:
         return self.fallback if unread else Mode.COMPILED
 
     def _compare(self, key: tuple):
-        """A module that was another in each call, and now is what it was in the last one, is traced again."""
+        """If each call had another key, and this one repeats the last call's, the module is traced again."""
         self._repeats, self._last = key == self._last, key
         if self._repeats and self.unsteady is not None:
             self.unsteady = None
@@ -187,7 +187,7 @@ class Modes:
 
     @contextlib.contextmanager
     def whole_on_error(self) -> Iterator[None]:
-        """An error out of a module that never ran split is upstream's own, of what it was given: the module is not split any more."""
+        """If a module fails before it ever ran split, the error is upstream's own, due to its arguments: it is split no longer."""
         try:
             yield
         except Exception:
@@ -198,7 +198,7 @@ class Modes:
             raise
 
     def runs_once(self, kind: tuple, call: Call, programs: dict, known: dict) -> bool:
-        """Whether the last programs for calls like this one ran once each, so that this one would too: the module is split."""
+        """Whether the last programs of calls like this one ran once each, so that this one would too; the module is then split."""
         alike = [one for (*other, values), one in programs.items() if values and tuple(other) == kind]
         guard = known.get((*kind, ()))
         if guard is not None and len(alike) >= MOST_RUN_ONCE and all(p.calls <= 1 for p in alike[-MOST_RUN_ONCE:]):
@@ -212,10 +212,10 @@ class Modes:
         return self.unsteady is not None
 
     def has_program(self, error: Exception | None, effects: Trace, call: Call, key: tuple) -> bool:
-        """Whether a trace with these effects, or that ended in this error, makes a program; else the call runs otherwise.
+        """Whether a trace with these effects, or with this error, makes a program; else the call runs in another mode.
 
-        What it changed may be a constant that the first call makes: only what a second trace changes again is persistent. Where
-        each call changes the state, none is traced any more.
+        What it changed may be a constant that the first call creates: only what a second trace changes again is persistent. If each
+        call changes the state, no call is traced any more.
         """
         changed = effects.persistent if error is None else effects.persistent + effects.temporary
         persists = effects.certain or any(one is other for one in changed for other in self._met)
@@ -249,10 +249,10 @@ class Modes:
 
 
 def from_libraries(error: Exception) -> bool:
-    """Whether torch on our tensors, torchax or JAX could not do what upstream's code asked of them.
+    """Whether torch on our tensors, torchax or JAX could not do what upstream's code asked for.
 
-    A program that fails when it runs is another thing. So is what torch refuses on the host too: upstream's own error, unless
-    it was asked by what stands in the place of upstream's lines.
+    An error of a running program does not count. Nor does an error that torch raises on the host too: that is upstream's own,
+    unless code that replaces upstream's lines caused it.
     """
     if bridge.is_refused(error):
         return bridge.asked_by_ours(error)

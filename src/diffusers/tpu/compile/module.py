@@ -1,8 +1,8 @@
 """A module's methods as compiled programs: one executable per shape, static arguments and state of the module.
 
-Weights are arguments, placed once for all methods. Before each call the module's Python state is compared with the last one (`state`):
-what the user changed makes another program, or is an argument of the same one. Calls that no program stands for run in another mode
-(`modes`); the values are the same.
+Weights are arguments, placed once for all methods. Before each call the module's Python state is compared with the last one
+(`state`): a change leads to another program, or is an argument of the same one. Calls that cannot be compiled run in another mode
+(`modes`), with the same values.
 """
 
 import contextlib
@@ -42,10 +42,9 @@ _of_pipeline: contextvars.ContextVar[SentInputs | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def one_call(runners):
-    """Around a pipeline's call: its models are searched for writes through `.data` now, and not before each step; texts of the host are
-    sent to the chips once.
+    """Around a pipeline's call: writes through `.data` are searched for once, at the start, and host texts sent to the chips once.
 
-    Of a call that fails no deferred branch is left for the next one.
+    At the end deferred branches are discarded, so that a failed call leaves none for the next one.
     """
     for runner in runners:
         runner.look()
@@ -61,8 +60,8 @@ def one_call(runners):
 class CompiledModule(ModulePrograms):
     """The compiled form of one module, shared by its entry methods and by the pipelines that share the module.
 
-    It takes host and device tensors. It returns device tensors where those can be worked with (the environment is
-    active: resident glue), else host tensors. `within`: the module is a submodule of a split one.
+    It takes host and device tensors. It returns device tensors while the environment is active (resident glue), else host tensors.
+    `within`: the module is a submodule of a split one.
     """
 
     def _submodule(self, module: torch.nn.Module) -> "CompiledModule":
@@ -72,7 +71,7 @@ class CompiledModule(ModulePrograms):
         return runner
 
     def detach(self):
-        """Put the entry methods back and free the arrays; what the user has put in their place stays."""
+        """Restore the entry methods and free the arrays; methods that the user has set since stay."""
         super().detach()
         self.drop()
         self._placed = None
@@ -95,7 +94,7 @@ class CompiledModule(ModulePrograms):
         return [runner._placed for _, runner in self.nested() if runner._placed is not None]
 
     def look(self):
-        """Search for writes to the host's tensors that torch does not count; they are placed before the next call."""
+        """Search for writes to host tensors that torch's version counter misses; these tensors are placed before the next call."""
         for placed in self._all_placed():
             placed.sampled_changes()
 
@@ -106,22 +105,22 @@ class CompiledModule(ModulePrograms):
 
     @property
     def bytes_per_chip(self) -> int:
-        """What the weights take of a chip, as they are planned."""
+        """Bytes of a chip that the weights take, as planned."""
         return sum(placed.coverage.bytes_per_chip for placed in self._all_placed())
 
     @property
     def held_per_chip(self) -> int:
-        """Bytes that training keeps there beside them."""
+        """Bytes of a chip that training keeps beside the weights."""
         return sum(held.bytes_per_chip for placed in self._all_placed() for held in placed.beside())
 
     def run(self, entry: str, args: tuple, kwargs: dict, back: bool = False):
-        """Upstream's return value of the module's `entry(*args, **kwargs)`; `back`: torch is to go back through it.
+        """Upstream's return value of the module's `entry(*args, **kwargs)`. `back`: torch will ask for gradients through it.
 
-        Flatten the call -> mode -> key, guards, look up or trace -> weights there, program compiled -> batch guidance branches and
-        execute -> unflatten. Calls without a program run split, eagerly or on the host.
+        Flatten the call -> mode -> key, guards, look up or trace -> place weights, compile -> batch guidance branches and execute
+        -> unflatten. Calls without a program run split, eagerly or on the host.
         """
         with torch.inference_mode(False), torch.no_grad():
-            # Back through what it decides of its tensors too.
+            # Gradients flow through what `ModelPlan.decide` computes too.
             with torch.enable_grad() if back else contextlib.nullcontext():
                 call = self._scaled_call(entry, args, kwargs)
             if _of_pipeline.get() is None:
@@ -167,14 +166,14 @@ class CompiledModule(ModulePrograms):
             return self.on_host(entry, args, kwargs)
 
     def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
-        """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
+        """A call of the module's `entry(*args, **kwargs)`, flattened into tensors and static arguments."""
         call = flatten_call(entry, self._signatures[entry], self.plan, args, kwargs)
         if self.config.attention_sparsity and entry == "forward" and self.denoises and not self.within:
             thin_out(call, self.config, self.module)
         return call
 
     def _scaled_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
-        """A call whose scale of LoRA layers, upstream's `attention_kwargs={"scale": ...}`, is no argument but multiplies numbers."""
+        """A call whose LoRA scale (`attention_kwargs={"scale": ...}`) is no argument, but multiplies the layers' scales."""
         name = None if self.state.numbers_are_static else scaled_by(self.original(entry))
         kwargs, scale = take_scale(kwargs, name)
         call = self.flatten_call(entry, args, kwargs)
@@ -182,8 +181,8 @@ class CompiledModule(ModulePrograms):
         return call
 
     def make_ready(self, call: Call, program: Program, compile: Callable[[Program], bool] | None = None) -> bool:
-        """Weights placed, program compiled, by `compile` if it is not `_compile`. False: the call has another key, as
-        a trace or another thread changed what it depends on, or as no program had room beside weights that each chip had whole."""
+        """Place the weights, and compile the program by `compile` or else `_compile`. False: the call's key has changed by a trace
+        or by another thread, or weights that each chip stored whole were sharded to make room for the program."""
         if self.state.numbers_are_static and call.scale != 1.0:
             return False
         self.take_values(call, program.mesh)
@@ -202,16 +201,16 @@ class CompiledModule(ModulePrograms):
         return True
 
     def load(self):
-        """The weights on the chips, of the module as last read."""
+        """Place the weights on the chips, for the module as last read."""
         with self.within_hbm(lambda: f"for the weights of {self.name}"):
             self.place(read=False) if self.hbm_manager is None else self.hbm_manager.load(self)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a chip has room for so many bytes more that stay there."""
+        """Whether a chip has room for so many more bytes that stay there."""
         return self.hbm_manager is None or self.hbm_manager.free() >= nbytes
 
     def take_values(self, call: Call, mesh: Mesh | None = None):
-        """Give the call what its program computes with: placed weights, numbers, its tensors' values; of the module as last read."""
+        """Give the call what its program computes with: placed weights, numbers and input values, for the module as last read."""
         self.load()
         everywhere, sequence = NamedSharding(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
@@ -229,7 +228,7 @@ class CompiledModule(ModulePrograms):
         )
 
     def _give_anew(self, calls: list[Call]):
-        """Deferred calls compute with weights as they lie now, on the values that they were given."""
+        """Replace the weights of deferred calls by those placed now; the calls keep their input values."""
         self.current()
         for call in calls:
             given = call.values
@@ -248,11 +247,11 @@ class CompiledModule(ModulePrograms):
         return outputs
 
     def execute(self, program: Program, call: Call) -> list[jax.Array]:
-        """Flat output arrays of a call by itself."""
+        """Flat output arrays of a call that runs alone."""
         return self._execute(program, [call])[0]
 
     def _alone(self, call: Call) -> Program | None:
-        """The program of a deferred call by itself; None where the module is another since: then its own program is filled up."""
+        """The program that runs a deferred call alone; None: the module has changed, and the call's own program is filled up."""
         self._read_state()
         return self.find_program(call, 1) if self.state_key == call.state else None
 
@@ -265,7 +264,7 @@ class CompiledModule(ModulePrograms):
         return self.output_of(program.result, outputs[:own], call)
 
     def output_of(self, result: tracing.TraceResult, outputs: list, call: Call):
-        """Upstream's return value; what the call leaves in its arguments is in the caller's own."""
+        """Upstream's return value. What the call wrote to its arguments is written to the caller's own."""
         if bridge.environment().active:
             outputs = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs]
         else:
@@ -274,15 +273,15 @@ class CompiledModule(ModulePrograms):
         if written.holders or written.tensors:
             write_back(written, call.given, call.tensors, outputs[own:], bridge.write)
         if call.scale == 0:
-            unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
+            unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files
         return result.output(outputs[:own])
 
     def _run_uncompiled(self, mode: Mode, entry: str, args: tuple, kwargs: dict):
-        """In one of the other modes; a split module runs on the host from here on if its own lines fail on the chips."""
+        """Run the call in another mode. A split module whose own lines fail on the chips runs on the host from then on."""
         self.branches.finish()
         if mode is Mode.HOST:
             return self.on_host(entry, args, kwargs)
-        self.current()  # with a step cache that was left the state is another one
+        self.current()  # leaving a step cache changes the state
         call, split = self.flatten_call(entry, args, kwargs), self.split
         self.take_values(call)
         if split is None:
@@ -311,13 +310,13 @@ class CompiledModule(ModulePrograms):
         weights, specs = self._placed.one_by_one()
         function = dataclasses.replace(self.function(call), groups=[], specs=specs, settled=frozenset(), packed={})
         split = self.split is not None
-        if self.within:  # the caller may look at what it gave, and at what of that it is given back
+        if self.within:  # the caller may use its arguments afterwards, and may get them back
             return function.line_by_line(weights, args, kwargs, split)
         outputs, result = function.eagerly(weights, call.values.inputs, split)
         return self.output_of(result, outputs, call)
 
     def _finite(self, result, entry: str, args: tuple, kwargs: dict):
-        """The result. Raises NotFinite where NaN is searched for and found; of pictures it is noted for the end of the pipeline's call."""
+        """The result. In debugging mode raises NotFinite if a value is NaN or infinite; else notes that of `decode`'s results."""
         if nans.is_debugging() and not self.within:
             if not nans.are_finite(result):
                 self.branches.finish()

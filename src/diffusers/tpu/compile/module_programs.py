@@ -1,4 +1,4 @@
-"""The programs of one module: found in memory or on disk, or traced, and compiled; with the state and weights that they depend on."""
+"""The programs of one module: looked up in memory or on disk, else traced and compiled; with the module's state and weights."""
 
 import contextlib
 import dataclasses
@@ -38,12 +38,12 @@ from .state import Trace
 from .weights import PlacedWeights, plan_placement
 
 
-MOST_GUARDS = 8  # of a program, where all have as many
+MOST_GUARDS = 8  # entries of `known` per program that may be in memory
 
 
 @contextlib.contextmanager
 def random_state_kept(leaves: list):
-    """What a trace of a call draws is drawn again by the call itself. `leaves`: of its arguments."""
+    """Restore torch's random state after a trace, so that the call itself draws the same numbers. `leaves`: of its arguments."""
     generators = [torch.default_generator, *(leaf for leaf in leaves if isinstance(leaf, torch._C.Generator))]
     with contextlib.ExitStack() as stack:
         for generator in generators:
@@ -52,12 +52,12 @@ def random_state_kept(leaves: list):
 
 
 class ModulePrograms(EntryMethods):
-    """Of one module as it is, `within`: a submodule of a split one.
+    """The programs of one module. `within`: the module is a submodule of a split one.
 
     Attributes:
-        traced: programs, by call and state: kind of call (key, branches side by side, state) and the values of its guards.
-        storage: the kinds of weights that each chip has whole (`weights.hbm.choose_storage`); None: not chosen, all are stored over all chips.
-        known: by kind and the values so far, the guard that follows, or the mark that calls of this kind run alone.
+        traced: programs, by kind of call (key, branches side by side, state) and the values of its guards.
+        storage: kinds of weights that each chip stores whole (`weights.hbm.choose_storage`); None: not chosen, all are sharded.
+        known: by kind of call and guard values so far: the next guard, or the mark that calls of this kind run alone.
     """
 
     NAME = "_tpu_runner"
@@ -85,9 +85,9 @@ class ModulePrograms(EntryMethods):
         self.storage: frozenset[str] | None = None
         self._placed: PlacedWeights | None = None
         self._numbers: tuple[tuple, dict[str, jax.Array]] = (), {}
-        self.traces = self.compiled = 0  # how often
+        self.traces = self.compiled = 0  # counts
         self.tally = ModeCounter() if config.attention_tally else None
-        self._unchanged = False  # the weights are on the chips as `current` found the module
+        self._unchanged = False  # `current` found the weights on the chips up to date
 
     @property
     def split(self):
@@ -100,7 +100,7 @@ class ModulePrograms(EntryMethods):
     # State and weights
 
     def plan_weights(self, anew: bool = False) -> PlacedWeights:
-        """Where the weights lie or will lie; moves nothing."""
+        """How the weights are laid out on the mesh; nothing is moved. `anew`: plan again in any case."""
         scan = self.config.scan and not self.modes.never_traced
         storage = self.storage or frozenset()
         planned_for = scan, () if self.split is None else tuple(self.split.runners), storage
@@ -112,7 +112,7 @@ class ModulePrograms(EntryMethods):
         return self._placed
 
     def current(self) -> PlacedWeights:
-        """Where the weights lie or will lie, as the module is now."""
+        """How the weights are laid out, for the module's state as it is now; nothing is moved."""
         self._read_state()
         placed, tensors = self.plan_weights(), self.state.now.tensors
         self._unchanged = placed.unchanged(tensors)
@@ -121,7 +121,7 @@ class ModulePrograms(EntryMethods):
         return self._placed
 
     def place(self, read: bool = True) -> PlacedWeights:
-        """The weights on the mesh, up to date with the module's host tensors; without `read` as `current` has just found it."""
+        """Place the weights on the mesh, as the module's host tensors are now. `read`: False if `current` has just been called."""
         if read:
             self.current()
         placed, tensors, unchanged = self.plan_weights(), self.state.now.tensors, self._unchanged
@@ -136,11 +136,11 @@ class ModulePrograms(EntryMethods):
 
     @property
     def state_key(self) -> tuple:
-        """The key of a program of now, beside its call's."""
+        """The part of a program's key that is of the module's current state; the call's key is the rest."""
         return self.state.key(self.plan_weights())
 
     def nested(self, name: str = "") -> Iterator[tuple[str, "ModulePrograms"]]:
-        """This runner and those of a split module's submodules, with their names in the model."""
+        """This runner and the runners of a split module's submodules, each with its name in the model."""
         yield name, self
         for path, runner in self.split.runners.items() if self.split is not None else ():
             yield from runner.nested(f"{name}.{path}".lstrip("."))
@@ -149,7 +149,7 @@ class ModulePrograms(EntryMethods):
 
     @property
     def programs(self) -> dict[tuple, Program]:
-        """What was compiled, by call and state."""
+        """The programs that are compiled, by call and state."""
         return {key: program for key, program in [*self.traced.items()] if program.executables}
 
     @property
@@ -159,20 +159,19 @@ class ModulePrograms(EntryMethods):
 
     @property
     def compilations(self) -> int:
-        """How many programs were compiled here for this module and its submodules."""
+        """How many programs this process compiled for this module and its submodules."""
         return sum(runner.compiled for _, runner in self.nested())
 
     @property
     def eager(self) -> list[str]:
-        """Why calls of this module are not compiled, if any are not."""
+        """The reasons why calls of this module are not compiled, if there are such calls."""
         return [*dict.fromkeys(reason for _, runner in self.nested() for reason in runner.modes.reasons())]
 
     def find_program(self, call: Call, branches: int = 0) -> Program | None:
-        """The program of calls like this one, from memory, from disk, or traced now; None: it runs in another mode. `branches`: so many
-        side by side, not as many as fill `dp`.
+        """The program of calls like this one: from memory, from disk, or traced now. None: the call runs in another mode.
 
-        What is found may be a guard, a branch on small inputs whose value joins the key, or a mark of an earlier trace: the search
-        goes on with the new key.
+        `branches`: how many calls run side by side; 0: as many as fill `dp`. The search may find a guard (a branch on small inputs,
+        whose value joins the key) or a mark of an earlier trace. It then continues with the new key.
         """
         call.state, values = self.state_key, ()
         branches = branches or (self.branches.side_by_side(call) if bridge.environment().active else 1)
@@ -202,7 +201,7 @@ class ModulePrograms(EntryMethods):
             call.state = self.state_key
 
     def _know(self, key: tuple, guard: bridge.Guard):
-        """The guard that follows on the values in the key."""
+        """Cache the guard that is evaluated after those whose values are in `key`."""
         if key not in self.known:
             self.known[key] = guard
             notices.warn_once(
@@ -212,7 +211,7 @@ class ModulePrograms(EntryMethods):
             )
 
     def _new_program(self, call: Call, branches: int, kind: tuple) -> Program | str | None:
-        """Traced now, or the mark of what the trace found out; None: no program stands for the call."""
+        """Trace the call: its program, or a mark of what the trace found; None: the call cannot be compiled."""
         function, effects, error = self.function(call, branches), Trace(), None
         try:
             with random_state_kept(call.leaves), bridge.whole_tracebacks():
@@ -234,7 +233,7 @@ class ModulePrograms(EntryMethods):
         return program
 
     def keep_guards(self, program: Program, call: Call):
-        """What the trace decided by values joins the call's and the program's key, and is kept as guards for calls to come."""
+        """Add the trace's guard values to the keys of the call and its program, and cache the guards for later calls."""
         decisions, program.result.decisions, call.guards = program.result.decisions, None, ()
         for guard, value in decisions.made.items():
             self._know((call.key, program.branches, call.state, call.guards), guard)
@@ -243,17 +242,17 @@ class ModulePrograms(EntryMethods):
         program.key = self.executables.key(call, program.branches, call.guards)
 
     def prepare(self, calls: list[Call]):
-        """Compile what calls like these will need; nothing is placed."""
+        """Compile the program of calls like the first of these; nothing is placed."""
         self.current()
         if calls[0].step.kind is not None or self.step_cache is not None:
-            return  # which step of its cache the first one is shows when it comes
+            return  # the kind of its first step is decided when the call is made
         whole = self.split is None and not self.modes.never_traced
         program = self.find_program(dataclasses.replace(calls[0], values=None)) if whole else None
         if program is not None:
             self._compile(program)
 
     def trace(self, call: Call, branches: int = 1) -> Program:
-        """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
+        """Trace the program of calls like this one, `branches` side by side, for the module as it is now; nothing is placed."""
         self._read_state()
         with tracing.undone_trace(self.module):
             return self._trace(call, self.function(call, branches))
@@ -264,7 +263,7 @@ class ModulePrograms(EntryMethods):
             return trace_program(function, self._placed, self.state.numbers(self._placed), call, self.compiler_options)
 
     def _compile(self, program: Program) -> bool:
-        """Compile it where that is not done; whether other threads may have run meanwhile."""
+        """Compile the program, unless that is done. Returns whether other threads may have run meanwhile."""
         if program.compiled is not None:
             return False
         former = [one for one in self.programs.values() if one.entry == program.entry]
@@ -280,7 +279,7 @@ class ModulePrograms(EntryMethods):
         return released
 
     def split_weights(self) -> bool:
-        """Store all weights over all chips from now on, where a program has no room beside those that each had whole; False: there were none."""
+        """Shard the weights stored whole on each chip, to make room for a program. False: there are none, or only one chip."""
         if not self.storage or self.mesh.size == 1:
             return False
         self.storage = frozenset()
@@ -298,13 +297,13 @@ class ModulePrograms(EntryMethods):
 
     @property
     def denoises(self) -> bool:
-        """Whether this is a model of the denoising loop: upstream's have an argument that says where in it they are."""
+        """Whether this is a denoiser: the forward of upstream's denoisers takes a timestep."""
         parameters = inspect.signature(type(self.module).forward).parameters
         return any(name in ("t", "r") or "timestep" in name for name in parameters)
 
     @property
     def settings(self) -> Settings:
-        """How the operations of this module's traces run."""
+        """The settings that this module's operations are traced with."""
         return Settings(
             mesh=self.mesh,
             sequence=self.plan.activation_spec not in (None, INFERRED),
@@ -322,7 +321,7 @@ class ModulePrograms(EntryMethods):
         )
 
     def mesh_of(self, call: Call, branches: int) -> Mesh:
-        """The mesh of a program: as much of a denoiser's batch on `dp` as its chips allow, where the mesh was chosen and not asked for."""
+        """The mesh of a program. If the user named no mesh, as much of a denoiser's batch as possible is on `dp`."""
         (dp, sp, _), config, images = self.mesh.devices.shape, self.config, call.images
         fixed = config.mesh is None or not config.regroup or config.attention_ring or self.within
         if fixed or images is None or slices_of(tuple(self.mesh.devices.flat)) > 1 or not self.denoises:
@@ -330,13 +329,13 @@ class ModulePrograms(EntryMethods):
         return regrouped(self.mesh, math.gcd(branches * images, dp * sp))
 
     def function(self, call: Call, branches: int = 1) -> tracing.PureFunction:
-        """What is traced of calls like this one; by values of the call's tensors it decides only if it runs alone."""
+        """The function that is traced for calls like this one. It can branch on tensor values only if the call runs alone."""
         placed, without = self.plan_weights(), {}
         if self.config.layers == "xla":
             without["processors"] = {}
         if self.plan.axes not in (None, *(t.ndim for t in call.tensors[:1])):
             without["methods"] = {}
-        # JAX 0.10.2 does not go back through a scan over frames in a shard_map that weights are closed over by.
+        # JAX 0.10.2 cannot differentiate a scan over frames in a shard_map that closes over weights.
         if call.wanted is not None and self.plan.by_width and call.tensors[0].ndim == 5:
             without["methods"] = {}
         return tracing.PureFunction(

@@ -1,4 +1,4 @@
-"""The Python state of one module, read again when it changed, and the keys that are made of it."""
+"""The Python state of one module, read again when it has changed, and the keys that are made from it."""
 
 import itertools
 
@@ -11,11 +11,11 @@ from .weights import PlacedWeights, stack_numbers
 
 
 class ModuleState:
-    """Of one module, `now` as last read; `most` states are remembered.
+    """The state of one module, `now` as last read; `most` states are remembered.
 
     Attributes:
-        step_cache: the upstream cache on the module whose steps programs stand for; None: there is none, or its hooks run by themselves.
-        numbers_are_static: a trace has read the scales of LoRA layers: they are in the key, not arguments.
+        step_cache: the upstream cache on the module whose steps are compiled; None: there is none, or upstream's hooks run it.
+        numbers_are_static: a trace has read the values of LoRA scales: they are in the key instead of arguments.
     """
 
     def __init__(self, module: torch.nn.Module, most: int):
@@ -27,7 +27,7 @@ class ModuleState:
         self._key = (), ()
 
     def changed(self, scan: bool | None) -> bool:
-        """Read the state again if it is not as it was. `scan`: of equal blocks; None: another module's caches count."""
+        """Whether the state has changed; it is then read again. `scan`: as in `TPUConfig`; None: the module is a submodule."""
         if self.now is not None and self.now.same():
             return False
         if scan is not None:
@@ -40,7 +40,7 @@ class ModuleState:
         return None if self._cache is None or self._cache.left else self._cache
 
     def leave_step_cache(self):
-        """Upstream's hooks themselves go on with the cache; where they do for good they are read as any others."""
+        """Leave the step cache to upstream's hooks. Once that is for good, they are read as part of the state, like other hooks."""
         if self.step_cache is not None:
             self._cache.leave()
             self.now = None if self._cache.left else self.now
@@ -48,15 +48,15 @@ class ModuleState:
     def forget(self):
         self.now = None
         if self._cache is not None:
-            self._cache.reset()  # what it keeps is on the chips
+            self._cache.reset()  # it keeps tensors on the chips
 
     @property
     def read(self) -> tuple:
-        """What a trace reads of the module's Python."""
+        """What a trace reads of the module's Python state."""
         return self.now.key, tuple(self.now.numbers.items()) if self.numbers_are_static else ()
 
     def key(self, placed: PlacedWeights) -> tuple:
-        """The key of a program of now, beside its call's."""
+        """The part of a program's key that is of the current state and the weights' layout; the call's key is the rest."""
         of = self.now, placed, self.numbers_are_static
         if self._key[0] != of:
             weights = tuple((key, a.shape, a.dtype, a.sharding.spec) for key, a in placed.avals.items())
@@ -67,6 +67,6 @@ class ModuleState:
         return (self._key[1], *process_key())
 
     def numbers(self, placed: PlacedWeights, scale: float = 1.0) -> dict:
-        """Scales of LoRA layers that are arguments of programs, multiplied by `scale`."""
+        """LoRA scales that are arguments of programs, multiplied by `scale`."""
         numbers = {} if self.numbers_are_static else {n: x * scale for n, x in self.now.numbers.items()}
         return stack_numbers(numbers, placed.groups)

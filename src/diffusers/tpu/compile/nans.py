@@ -1,7 +1,7 @@
-"""NaN and infinities in what models give: noted for the end of a call, or traced to the first submodule that gives one.
+"""NaN and infinities in models' results: noted for the end of a call, or traced to the first submodule that returns one.
 
-`debugging()` checks the result of every model, and where one is not finite runs that call again, eagerly, with a check of what each
-submodule gives: a submodule that gives NaN and took none is the first.
+`debugging()` checks the result of every model. A call whose result is not finite runs again, eagerly, with a check of every
+submodule's result: the first that returns NaN for finite inputs is named.
 """
 
 import contextlib
@@ -24,28 +24,28 @@ is_debugging = _debugging.get
 
 
 def debugging() -> contextlib.AbstractContextManager:
-    """Every model's result is checked, which waits for the chips. Raises NotFinite that names the submodule."""
+    """Check every model's result, which waits for the chips. A call then raises NotFinite, which names the submodule."""
     return bound(_debugging, True)
 
 
 def noting() -> contextlib.AbstractContextManager[dict[object, list]]:
-    """Flags of what models give while this is open, by runner: whether each tensor is finite."""
+    """While this is open, collect by runner whether each tensor that a model returns is finite."""
     return bound(_noted, {})
 
 
 def note(runner, result):
-    """For `noting`, if it is open: whether what this runner gives is finite; nothing waits."""
+    """For `noting`, if it is open: note whether this runner's result is finite; nothing waits."""
     if (noted := _noted.get()) is not None:
         noted.setdefault(runner, []).extend(_flags(result))
 
 
 def are_finite(tree) -> bool:
-    """Whether every value of the tensors among the leaves is a number; waits for them."""
+    """Whether all values of floating-point tensors among the leaves are finite; waits for them."""
     return all(map(bool, _flags(tree)))
 
 
 def _flags(tree) -> list:
-    """For every tensor of floating point whether it is finite, where it is."""
+    """For every floating-point tensor whether it is finite, computed on its own device."""
     tensors = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return [_all_finite(x.jax()) if bridge.on_device(x) else bool(torch.isfinite(x).all()) for x in tensors]
 
@@ -56,7 +56,7 @@ def _all_finite(array: jax.Array) -> jax.Array:
 
 
 def first_not_finite(model: torch.nn.Module, run: Callable[[], object]) -> str | None:
-    """The submodule that first gives NaN or an infinity of finite inputs while `run` runs the model's lines; None: none does."""
+    """The first submodule that returns NaN or an infinity for finite inputs while `run` runs the model's lines; None: none does."""
     names, found = {id(module): name for name, module in model.named_modules() if name}, []
 
     def check(name: str, call: int, given: tuple, result):

@@ -1,6 +1,6 @@
-"""A trace as a program whose numbers are arguments: one executable for all traces that differ in numbers alone.
+"""A trace as a program whose numbers are arguments: one executable for all traces that differ only in numbers.
 
-Schedulers and optimizers compute numbers of each step on the host, which torch's own lines then multiply arrays with.
+Schedulers and optimizers compute the numbers of each step on the host; torch's own lines then multiply arrays by them.
 """
 
 import functools
@@ -14,13 +14,13 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 
-# As long as a step has it.
+# Weak: an entry lives as long as a step uses it.
 jitted_by_text: "weakref.WeakValueDictionary[str, Callable]" = weakref.WeakValueDictionary()
 
 
 class Lifted:
-    """A trace as a function of its numbers, in the order in which they come, and of arrays. Where it takes an entry of a table of the
-    host's, which one is a number too.
+    """A trace as a function of its numbers, in their order in the trace, and of arrays. Where the trace reads an entry of a host
+    table, the entry's index is a number too.
 
     Attributes:
         numbers: those of this trace.
@@ -41,11 +41,11 @@ class Lifted:
         return str(jax.make_jaxpr(self)(self.numbers, arrays))
 
     def jitted(self) -> Callable:
-        """The program, of numbers and arrays."""
+        """The jitted function of (numbers, arrays)."""
         return jitted_by_text.setdefault(self.text, jax.jit(self))
 
     def __call__(self, numbers: list[jax.Array], arrays: list[jax.Array], more: list[jax.Array] = []) -> tuple:
-        """`more`: arrays that follow, for `donate_argnums`."""
+        """`more`: the last of the arrays, as an argument of their own for `donate_argnums`."""
         numbers = iter(numbers)
         known = {var: next(numbers) for var in self.jaxpr.constvars}
         known.update(zip(self.jaxpr.invars, [*arrays, *more]))
@@ -68,5 +68,5 @@ def _is_number(x) -> bool:
 
 
 def _takes_entries(eqn) -> bool:
-    """Of a table: a slice of what has one axis."""
+    """Whether the equation reads entries of a table: it slices an array with one axis."""
     return eqn.primitive.name == "slice" and eqn.params["strides"] is None and len(eqn.invars[0].aval.shape) == 1

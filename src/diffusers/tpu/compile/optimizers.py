@@ -1,8 +1,8 @@
 """Steps of torch's optimizers on the chips, for weights whose gradients are there.
 
-What a step does to one number of a weight is traced from torch's own lines, and runs for all of them at once: weights, gradients and
-states lie alike and stay where they are. What differs from step to step are numbers, arguments of one executable. Whatever else is
-stepped, gradients that the host has, another package's optimizer, states that have no room, is left to torch.
+The step of one number of a weight is traced from torch's own lines and mapped over all of them. Weights, gradients and states are
+sharded alike and stay where they are. What differs from step to step are numbers, arguments of one executable. Torch does the rest:
+gradients on the host, optimizers of other packages, states for which there is no room.
 """
 
 import collections
@@ -37,24 +37,24 @@ from .numbers import Lifted
 from .weights import PlacedWeights
 
 
-MOST_TRACES = 64  # of an optimizer
+MOST_TRACES = 64  # per optimizer
 STATES = 2  # of AdamW, in sizes of the weights that it steps
-# Each number of a weight for itself.
+# They step each number of a weight by itself.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 NO_ROOM = (
     "some weights of {} are stepped on the host: on the chips there is no room for what {} keeps of them, beside weights and gradients."
     " More chips, or an optimizer that keeps less, make steps faster"
 )
-ALONE = 2  # references to memory that one tensor has: its own, and that of who asks
+ALONE = 2  # references to memory that only one tensor uses: its own, and the caller's
 
 
 @dataclass
 class Traced:
-    """A step.
+    """A traced step.
 
     Attributes:
-        numbers: what its program is given beside the weight and its gradient, and states.
+        numbers: arguments of its program beside the weight, its gradient and states.
         made: states that are on the chips after it, with their dtypes; `left`: those on the host.
     """
 
@@ -66,7 +66,7 @@ class Traced:
 
 @dataclass(eq=False)
 class Programs:
-    """Of one optimizer. `stepped`: weights that are, with their gradients, which torch does not see meanwhile."""
+    """The programs of one optimizer. `stepped`: weights that were stepped, with their gradients, hidden from torch's own step."""
 
     traced: dict[tuple, Traced | None] = field(default_factory=lambda: LRUCache(MOST_TRACES))
     programs: dict[tuple, jax.stages.Compiled] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Programs:
     def step(
         self, optimizer, options: dict, of_host: dict, names: list[str], dtypes: list, mesh: Mesh
     ) -> Traced | None:
-        """The step of weights with states of these names on the chips; None: torch's lines ask for values there. `dtypes`: of weight,
+        """The step of weights with states of these names on the chips; None: torch's lines need values. `dtypes`: of weight,
         gradient and those states."""
         asked = _values(options), _values(of_host), *names, *dtypes, mesh
         if asked not in self.traced:
@@ -83,7 +83,7 @@ class Programs:
         return self.traced[asked]
 
     def program(self, traced: Traced, like: jax.Array) -> jax.stages.Compiled:
-        """That of a step, of a weight like this one."""
+        """The executable of a step, for weights of this one's shape and sharding."""
         key = traced.lifted.text, like.shape, like.sharding
         if key not in self.programs:
             function, scalars = traced.lifted, traced.lifted.jaxpr.invars
@@ -99,7 +99,7 @@ _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Programs]" = weakref.W
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
-    """Step what can be stepped on the chips; torch's own step, which follows, leaves out what has no gradient."""
+    """Step on the chips what can be; torch's own step, which follows, skips weights without a gradient."""
     cls, known = type(optimizer), _known.setdefault(optimizer, Programs())
     is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
     makes_gradients = len(args) > 1 or kwargs.get("closure") is not None
@@ -129,14 +129,14 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
 
 
 def _whole(params: list[torch.Tensor]) -> list[tuple[ChipArray, list[torch.Tensor]]]:
-    """The gradients that are held, with their weights, where those are all among these."""
+    """The gradients on the chips whose weights are all among these, with those weights."""
     with torch._C.DisableTorchFunctionSubclass():
         found = complete([p.grad for p in params])
     return [(held, [params[n] for n in numbers]) for held, numbers in found.items()]
 
 
 def _loaded(module: torch.nn.Module) -> tuple[ModulePrograms, dict[str, torch.Tensor]] | None:
-    """The module's runner, its weights on the chips, and its tensors; None: it has left the path."""
+    """The module's runner, its weights on the chips, and its tensors; None: it has no runner any more."""
     if (runner := vars(module).get(ModulePrograms.NAME)) is None:
         return None
     runner.look()
@@ -146,7 +146,7 @@ def _loaded(module: torch.nn.Module) -> tuple[ModulePrograms, dict[str, torch.Te
 
 
 def _step(optimizer, known: Programs, group: dict, gradient: ChipArray, params: list, runner, tensors: dict) -> bool:
-    """Step these weights, whose gradients are held; False: it is left to torch, and nothing was done."""
+    """Step these weights, whose gradients are on the chips. False: nothing was done, and torch has to step them."""
     key, placed, states = gradient.key, gradient.placed, [optimizer.state.get(p, {}) for p in params]
     are_its = [id(tensors.get(name)) for name in placed.sources[key]] == [*map(id, params)]
     if placed is not runner.plan_weights() or gradient.array is None or not are_its:
@@ -169,7 +169,7 @@ def _step(optimizer, known: Programs, group: dict, gradient: ChipArray, params: 
         return False
     held = {name: brought(given[name], gradient) for name in names}
     run = known.program(traced, weight)
-    if away:  # what comes after this step is compiled now
+    if away:  # compile the program of the next step now
         dtypes = [*dtypes[:2], *traced.made.values()]
         after = known.step(optimizer, options, traced.left, [*traced.made], dtypes, placed.mesh)
         after and known.program(after, weight)
@@ -189,7 +189,7 @@ def _step(optimizer, known: Programs, group: dict, gradient: ChipArray, params: 
 
 
 def _trace(optimizer, options: dict, of_host: dict, names: list[str], dtypes: list, mesh: Mesh) -> Traced | None:
-    """The step of a weight of one number; None: torch's lines ask for its value, or do more than can be kept."""
+    """Trace the step of a weight of one number; None: torch's lines need its value, change the gradient, or fail in a trace."""
     env, made, left = bridge.environment(), {}, {}
 
     def step(weight, gradient, *states):
@@ -209,14 +209,14 @@ def _trace(optimizer, options: dict, of_host: dict, names: list[str], dtypes: li
 
     try:
         closed = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct((), bridge.numpy_dtype(dtype)) for dtype in dtypes))
-    except Exception:  # whatever it is, torch's own step says it itself
+    except Exception:  # torch's own step raises its errors itself
         return None
     lifted, everywhere = Lifted(closed), NamedSharding(mesh, PartitionSpec())
     return Traced(lifted, [put(x, everywhere) for x in lifted.numbers], made, left)
 
 
 def _become(placed: PlacedWeights, key: str, array: jax.Array, params: list[torch.Tensor]):
-    """Weights as they were changed on the chips: these stand for them, or have the values where something else has their memory."""
+    """Set weights to an array on the chips: the tensors represent it, or get its values if something else uses their memory."""
     placed.arrays[key] = array
     if (held := together(params)) is not None:
         return held.become(array)
@@ -233,13 +233,13 @@ def _become(placed: PlacedWeights, key: str, array: jax.Array, params: list[torc
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """How many have its memory."""
+    """How many references its memory has."""
     with torch._C.DisableTorchFunction():
         return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _leave(state: dict, left: dict):
-    """Put what a step leaves on the host into an optimizer's state of a weight; tensors that are there stay themselves."""
+    """Write the host states that a step leaves to an optimizer's state of a weight; tensors there are written in place."""
     for name, x in left.items():
         if isinstance(x, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
             state[name].copy_(x)
@@ -248,7 +248,7 @@ def _leave(state: dict, left: dict):
 
 
 def _values(given: dict) -> tuple:
-    """What is on the host, by value."""
+    """Values on the host, as a key."""
     return tuple((name, repr(tree_map_only(torch.Tensor, torch.Tensor.tolist, x))) for name, x in given.items())
 
 
@@ -256,7 +256,7 @@ def _values(given: dict) -> tuple:
 
 
 def clip(params: list[torch.Tensor], most: float) -> torch.Tensor | None:
-    """`torch.nn.utils.clip_grad_norm_` by the norm of all gradients together, for those that are held; None: none is, or on several meshes."""
+    """`torch.nn.utils.clip_grad_norm_` by the total norm, if gradients are on the chips; None: none is, or meshes differ."""
     with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
         held = dict(_whole(params))
         there = {id(p) for those in held.values() for p in those}
@@ -276,7 +276,7 @@ def clip(params: list[torch.Tensor], most: float) -> torch.Tensor | None:
 
 @jax.jit
 def _norm(arrays: list[jax.Array], others: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The norm of all, `others` being the square of that of further ones, and what to multiply them by so that it is at most `most`."""
+    """The norm of all, and the factor that limits it to `most`. `others`: the sum of squares of further gradients."""
     total = jnp.sqrt(others + sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays))
     return total, jnp.minimum(most / (total + 1e-6), 1.0)
 
@@ -290,7 +290,7 @@ def _scaled(arrays: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
 
 
 def averages(params: list[torch.Tensor], shadows: list[torch.Tensor]) -> dict[int, Callable]:
-    """What makes moving averages on the chips, of weights that are there: by number of a weight, the function of a decay for its array."""
+    """Moving averages on the chips, of weights that are there: number of a weight -> the function that applies a decay."""
     with torch._C.DisableTorchFunctionSubclass():
         alike = (p.requires_grad and (p.shape, p.dtype) == (s.shape, s.dtype) for p, s in zip(params, shadows))
         found = complete([p if is_alike else None for p, is_alike in zip(params, alike)])
@@ -320,7 +320,7 @@ def _averaged(shadow: jax.Array, weight: jax.Array, factor: jax.Array) -> jax.Ar
 
 @functools.cache
 def serve():
-    """From now on: gradients may be on the chips."""
+    """Register the hooks: from now on gradients may be on the chips."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
     optimizing.clip, optimizing.averages = clip, averages

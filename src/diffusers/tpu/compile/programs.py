@@ -1,4 +1,4 @@
-"""Programs: a call's trace, and the executable that is compiled of it when it first runs."""
+"""Programs: the trace of a call, and the executable that is compiled from it before its first run."""
 
 import contextlib
 import functools
@@ -26,11 +26,11 @@ from .weights import PlacedWeights
 
 
 logger = logging.get_logger(__name__)
-WORTH_A_WORD = 5.0  # seconds that somebody waits
+WORTH_A_WORD = 5.0  # seconds: after shorter compilations nothing is announced
 ANOTHER = ("another form of the call", "the last one")
 _evicted = 0
 _executables = weakref.WeakValueDictionary()
-_compiling = threading.RLock()  # of JAX's cache of compiled programs a compilation may switch the use off
+_compiling = threading.RLock()  # a compilation may turn off JAX's cache of compiled programs
 
 
 @dataclass
@@ -39,15 +39,15 @@ class Program:
 
     Attributes:
         traced: JAX's trace, until it is compiled.
-        result: what the trace found out; makes upstream's return value of flat output arrays.
+        result: what the trace found besides its arrays; it builds upstream's return value from flat output arrays.
         compile_seconds: of the trace and the compilation.
         calls: how often it ran.
         avals: shapes and dtypes of one call's flat outputs.
-        key: its name on disk, for other processes; None: it is not written.
-        recalled: another process has compiled it.
-        given: shapes and shardings of weights, numbers and inputs of one call that it was traced for.
-        executables: what is compiled of it, by name: that of a call without gradients has none.
-        differentiable: of a call that asks for gradients (`gradients.Differentiable`).
+        key: its cache key on disk, for other processes; None: it is not written.
+        recalled: it was compiled by another process and loaded from disk.
+        given: shapes and shardings of weights, numbers and inputs of one call that it was traced with.
+        executables: the compiled executables by name; the name is empty for a call without gradients.
+        differentiable: the `gradients.Differentiable` of a call that asks for gradients.
     """
 
     name: str
@@ -73,14 +73,14 @@ class Program:
 
     @property
     def code_bytes(self) -> int:
-        """Of its executables, on a chip."""
+        """Bytes of a chip that the code of its executables takes."""
         found = (one.memory_analysis() for one in self.executables.values())
         return sum(one.generated_code_size_in_bytes for one in found if one is not None)
 
     def run(self, calls: list[Call]) -> list[list[jax.Array]]:
-        """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest.
+        """Flat output arrays of each call. If there are fewer calls than branches, the last call fills the rest.
 
-        The first run is waited for: what the runtime says of it, that memory is exhausted say, comes with the result.
+        The first run blocks until its results are ready, so that a runtime error, such as exhausted memory, is raised here.
         """
         filled = [*calls, *[calls[-1]] * (self.branches - len(calls))]
         values, first = calls[-1].values, not self.calls
@@ -92,7 +92,7 @@ class Program:
         return outputs[: len(calls)]
 
     def compile(self) -> bool:
-        """Compile it; False where another thread has, meanwhile. A module with the same program, as two experts have, shares it."""
+        """Compile it; False: another thread already has. Modules with the same program, such as two experts, share one."""
         with _compiling:
             if self.compiled is not None:
                 return False
@@ -104,10 +104,10 @@ class Program:
             return True
 
     def compile_lowered(self, lowered: jax.stages.Lowered, part: str = "") -> jax.stages.Compiled:
-        """Compiled, or an equal one of another module. `part`: of the program, of which all processes have the same."""
-        # With names: arguments that are not used are no part of the text, and two texts may be equal but for which those are.
+        """Compile it, or reuse another module's equal executable. `part`: name of the part where processes compare programs."""
+        # With names: the text leaves out unused arguments, and two texts may differ only in which arguments these are.
         text = lowered.as_text(debug_info=True).encode()
-        if hosts.process_count() > 1:  # another program in another process would wait for this one for good
+        if hosts.process_count() > 1:  # processes with different programs would deadlock
             digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
             what = f"{self.name}.{self.entry} of {self.shapes}{part}"
             hosts.agree(what, {"program": digest, "options": str(self.options)})
@@ -120,7 +120,7 @@ class Program:
 
 
 def clear_jax_caches(most: int):
-    """A program has been evicted, of `most` that are cached: after some, JAX's thousands of small operations around them go too."""
+    """Count an evicted program. After every `most` // 4, of `most` cached, clear JAX's caches of thousands of operations."""
     global _evicted
     _evicted += 1
     if _evicted >= max(1, most // 4) and _compiling.acquire(blocking=False):
@@ -132,7 +132,7 @@ def clear_jax_caches(most: int):
 
 
 def announce(program: Program, former: Program):
-    """Say once that a program is compiled beside `former`, for what, and how long that took; nothing of short waits."""
+    """Warn once that a program is compiled after `former`, for which shapes, and how long that took, unless it was short."""
     if former.compile_seconds < WORTH_A_WORD:
         return
     name = f"{program.name}.{program.entry}"
@@ -146,7 +146,7 @@ def announce(program: Program, former: Program):
 
 
 def cached_sharding(mesh: Mesh, sequence: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:
-    """Of an array of a step cache, [B, T, C] or [B, L, T, C] of L blocks: its tokens lie where a block has them, if `sp` divides them."""
+    """Sharding of a step cache's array, [B, T, C] or [B, L, T, C] of L blocks: tokens as in a block, if `sp` divides them."""
     tokens = (*[None] * (len(shape) - 3), "sp") if sequence and len(shape) in (3, 4) else ()
     spec = PartitionSpec(batch, *tokens)
     return NamedSharding(mesh, fit(spec, shape, mesh))
@@ -155,7 +155,7 @@ def cached_sharding(mesh: Mesh, sequence: bool, shape: tuple[int, ...], batch: s
 def trace_program(
     function: tracing.PureFunction, placed: PlacedWeights, numbers: dict, call: Call, options: dict
 ) -> Program:
-    """The program of calls like this one, traced from shapes alone: nothing is placed, the mesh may be of chips elsewhere.
+    """Trace the program of calls like this one from shapes alone: nothing is placed, and the mesh may be of chips elsewhere.
 
     `numbers`: LoRA scales, of which only the shapes count.
     """
@@ -183,7 +183,7 @@ def trace_program(
         if branches == 1:
             return [outputs]
         if any(x.shape[:1] != (branches * call.batch,) for x in outputs[:own]):
-            error = ValueError if function.plan.batched else tracing.NoProgram  # of two calls: each runs alone
+            error = ValueError if function.plan.batched else tracing.NoProgram  # the calls then run alone
             raise error(
                 f"expected outputs of {name}.{call.entry} that lead with the batch {branches * call.batch}, got"
                 f" {[x.shape for x in outputs]}: this model cannot pair guidance calls, use a mesh with dp 1"

@@ -1,4 +1,4 @@
-"""Which calls of a denoiser have sparse attention (`TPUConfig.attention_sparsity`), and of what video."""
+"""Which calls of a denoiser have sparse attention (`TPUConfig.attention_sparsity`), and the sizes of their video."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from .call import Call, values_of
 
 
 def thin_out(call: Call, config: TPUConfig, module: torch.nn.Module):
-    """The call has sparse attention, if it is one of the steps that the configuration says.
+    """Give the call sparse attention, if its timestep is one that the configuration selects.
 
     Raises NotImplementedError for a model whose latents are no video.
     """
@@ -31,8 +31,8 @@ def thin_out(call: Call, config: TPUConfig, module: torch.nn.Module):
 
 @contextlib.contextmanager
 def looked_for(call: Call, name: str) -> Iterator[None]:
-    """The model of this name is traced for the call: it is said if no attention in it is that of a video's tokens among themselves."""
-    looks = call.sparse and call.step.kind is None  # a step of a cache may leave all attention out
+    """Around a trace of the call, for the model of this name: warn if it has no self-attention of a video's tokens."""
+    looks = call.sparse and call.step.kind is None  # a cache's step may skip all attention
     before = explain() if looks else {}
     yield
     if looks and not any("nearest" in way.mask and times > before.get(way, 0) for way, times in explain().items()):
@@ -44,7 +44,7 @@ def looked_for(call: Call, name: str) -> Iterator[None]:
 
 
 def _timestep(call: Call) -> float:
-    """The largest of the call: each token may have its own. It waits for the device where the host does not know it."""
+    """The call's largest, as each token may have its own. It waits for the device if the host does not have the value."""
     if not isinstance(call.timestep, torch.Tensor):
         return float(call.timestep)
     known = bridge.known_values(call.timestep) if bridge.on_device(call.timestep) else None

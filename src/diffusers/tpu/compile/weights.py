@@ -1,7 +1,7 @@
-"""Weights from host tensors to sharded arrays: each chip gets only its part (`transfer`), a tensor at a time, blocks as they come.
+"""Weights from host tensors to sharded arrays: each chip gets only its part (`transfer`), one array at a time, in chunks.
 
-What the user changes on the host is placed again before the next call: a tensor that was replaced, written to, or given other
-data. Writes through `.data` leave no trace in torch; `sampled_changes` finds them by a few values of each tensor.
+What the user changes on the host is placed again before the next call: a tensor that was replaced, written to, or given other data.
+Torch does not record writes through `.data`; `sampled_changes` finds them by comparing a few values of each tensor.
 """
 
 import functools
@@ -28,10 +28,10 @@ from .state.adapters import Adapters
 from .tracing.scan import Group, find_groups
 
 
-# Of the bar: bytes; nothing of what takes less than two seconds, and nothing in a log.
+# Of the progress bar: in bytes, shown only after two seconds, and not in a log.
 BAR = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "delay": 2.0, "disable": None}
 _placements = itertools.count()
-SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
+SAMPLED = 64  # values of a tensor that are compared to find writes that torch does not record
 
 
 @dataclass(eq=False)
@@ -39,16 +39,16 @@ class PlacedWeights:
     """A module's weights on the mesh. The module keeps its host tensors; what changes there is placed again.
 
     Attributes:
-        planned_for: whether equal blocks are stacked, submodules whose weights are left out, and what each chip has whole.
-        arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
-        sources: key -> the module's tensor names that make it up; None: zeros, for the term of an adapter that a block lacks.
-        specs: key -> spec of the array while its block computes, the stacked axis left out.
+        planned_for: whether equal blocks are stacked, submodules whose weights are left out, and kinds stored whole on each chip.
+        arrays: key -> array; a group's weights under `label.name`, stacked. Empty while the weights are not on the chips.
+        sources: key -> names of the module's tensors in it; None: zeros, where a block lacks the term of an adapter.
+        specs: key -> spec of the array while its block computes, without the stacked axis.
         avals: key -> shape, dtype and sharding of the array as it is stored.
-        watched: tensors that were given, those of them that are placed, and `quick_versions` of these, then.
-        placement: changes, to a number of this process's own, when something is placed.
-        terms: keys that are of adapters.
+        watched: the tensors at the last placement, those of them that are placed, and the `quick_versions` of these.
+        placement: a number that is new in this process whenever something is placed.
+        terms: keys of adapters' terms.
         packed: key -> the order in which an axis of it is stored, where that is not the tensor's.
-        held: what training keeps on the chips beside them, and weights that it changed there (`chip_arrays.ChipArray`).
+        held: what training keeps on the chips: arrays beside the weights, and weights that it changed (`chip_arrays.ChipArray`).
     """
 
     module: torch.nn.Module
@@ -69,20 +69,20 @@ class PlacedWeights:
     held: weakref.WeakSet = field(default_factory=weakref.WeakSet)
 
     def unchanged(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the weights are on the chips as these tensors are now."""
+        """Whether the weights on the chips have these tensors' present values."""
         known = self.watched
         return known is not None and tensors is known[0] and quick_versions(known[1]) == known[2]
 
     def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
-        """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
+        """Whether names, shapes or dtypes of the module's tensors differ from those planned for.
 
-        Places what is new or was changed there since, if they are; `place=False` only tells.
+        If they do not, what is new or has changed is placed; `place=False` places nothing.
         """
         if self.unchanged(tensors):
             return False
         stale, given = {}, tensors
         tensors = {name: t for name, t in given.items() if not _is_within(name, self.planned_for[1])}
-        with torch._C.DisableTorchFunction():  # no detour for tensors of a file, nor by the glue around the call
+        with torch._C.DisableTorchFunction():  # no dispatch to `FileTensor` or to the environment
             for key, names in self._named():
                 if any(name not in tensors for name in names):
                     return True
@@ -103,13 +103,13 @@ class PlacedWeights:
         return False
 
     def reuse(self, former: "PlacedWeights"):
-        """What is there already of weights that are planned as they were: of a module whose adapters are others, say."""
+        """Reuse the former plan's arrays that are planned alike here (only adapters changed, say), and free the rest."""
         tensors = named_tensors(self.module)
         with torch._C.DisableTorchFunction():
             for key, names in self._named():
                 known = former.avals.get(key) == self.avals[key] and all(name in tensors for name in names)
                 known = known and [n is None for n in former.sources[key]] == [n is None for n in self.sources[key]]
-                if known and key in former.versions:  # what was written to is placed at the next look
+                if known and key in former.versions:  # tensors written to since are placed by the next `refresh`
                     self.arrays[key], self.versions[key] = former.arrays[key], former.versions[key]
                     before = (name for name in former.sources[key] if name is not None)
                     self.samples.update((name, former.samples[old]) for name, old in zip(names, before))
@@ -122,7 +122,7 @@ class PlacedWeights:
         former.drop()
 
     def sampled_changes(self):
-        """Places at the next call what was written to through `.data` since, as far as a sample of its values shows."""
+        """Have tensors placed at the next call that were written to through `.data`, as far as a sample of their values shows."""
         tensors = self.watched[1] if self.watched is not None else named_tensors(self.module)
         for key, names in self._named():
             there = key in self.versions and all(name in tensors for name in names)
@@ -131,7 +131,7 @@ class PlacedWeights:
                 self.watched = None
 
     def one_by_one(self) -> tuple[dict[str, jax.Array], dict]:
-        """Array and spec of every tensor by its name, those of stacks taken out."""
+        """Array and spec of every tensor by its name; stacks are split."""
         arrays, specs = {}, {}
         for key, names in self.sources.items():
             for n, name in enumerate(names):
@@ -143,26 +143,26 @@ class PlacedWeights:
         return arrays, specs
 
     def in_order(self, key: str, array: jax.Array) -> jax.Array:
-        """An array that is stored as ours under this key, its axes as its tensors have them."""
+        """An array that is stored like the one under this key, with its axes ordered as in the tensors."""
         packed = self.packed.get(key)
         return array if packed is None else packed.apart(array, packed.axis + self.is_stacked(key))
 
     def is_stacked(self, key: str) -> bool:
-        """Whether the array is of several blocks' tensors."""
+        """Whether the array under this key is a stack of several blocks' tensors."""
         return len(self.sources[key]) > 1
 
     def beside(self) -> list:
-        """What is held that is not the weights' own arrays."""
+        """What training holds apart from the weights' own arrays."""
         return [held for held in self.held if held.array is not self.arrays.get(held.key)]
 
     def changed(self, key: str, tensors: dict[str, torch.Tensor]):
-        """The array under this key was changed on the chips, and these tensors, of all names, stand for it or have its values."""
+        """Record that the array under this key was changed on the chips; these tensors represent it or have its values."""
         names = self.sources[key]
         self.versions[key], self.placement = _version(tensors, names), next(_placements)
         self.samples.update((name, _sample(tensors[name])) for name in names)
 
     def copied(self, key: str, number: int, tensor: torch.Tensor):
-        """A tensor that stood for its part of the array has the values now: they need not be placed again."""
+        """Record that a tensor which represented its part of the array has the values now: they need not be placed again."""
         ((now,), name) = _version({"": tensor}, [""]), self.sources[key][number]
         there = self.versions.get(key)
         if there is not None and there[number][0] == now[0]:
@@ -170,12 +170,12 @@ class PlacedWeights:
             self.samples[name] = _sample(tensor)
 
     def _named(self) -> Iterator[tuple[str, list[str]]]:
-        """The sources that are tensors."""
+        """Keys with the names of their tensors, without those that a block lacks."""
         return ((key, [name for name in names if name is not None]) for key, names in self.sources.items())
 
     @functools.cached_property
     def settled(self) -> frozenset[str]:
-        """Keys of arrays that are stored as they are computed with."""
+        """Keys of arrays that are stored with the sharding that they are computed with."""
         specs = {
             key: NamedSharding(self.mesh, PartitionSpec(*[None] * self.is_stacked(key), *spec))
             for key, spec in self.specs.items()
@@ -183,7 +183,7 @@ class PlacedWeights:
         return frozenset(key for key, a in self.avals.items() if a.sharding.is_equivalent_to(specs[key], a.ndim))
 
     def drop(self):
-        """Leave the chips; the host tensors stay, with what they stood for there."""
+        """Free the arrays. Tensors that represent values on the chips get these first."""
         for held in [*self.held]:
             held.leave()
         self.arrays.clear()
@@ -191,7 +191,7 @@ class PlacedWeights:
         self.watched = None
 
     def _fits(self, key: str, tensor: torch.Tensor) -> bool:
-        """Of a stack's terms of adapters a lower rank fits too."""
+        """Whether the tensor is as planned; in a stack of adapters' terms a lower rank fits too."""
         aval, shape = self.avals[key], tuple(tensor.shape)
         stacked = self.is_stacked(key)
         planned = aval.shape[1:] if stacked else aval.shape
@@ -199,10 +199,10 @@ class PlacedWeights:
         return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
 
     def _place(self, stale: dict[str, tuple[list[str], tuple]], tensors: dict[str, torch.Tensor]):
-        """What has changed goes to the chips: key -> names of its tensors, their version."""
+        """Place what has changed. `stale`: key -> names of its tensors, and their version."""
 
         def request(key: str) -> PlacementRequest:
-            self.arrays.pop(key, None)  # first: the old and the new need not both have room
+            self.arrays.pop(key, None)  # first, so that the old and the new need not fit together
             given = [tensors.get(name) for name in self.sources[key]]
             return PlacementRequest(key, self.avals[key], given, self.is_stacked(key), self.packed.get(key))
 
@@ -218,9 +218,9 @@ class PlacedWeights:
 
 
 def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned_for: tuple) -> PlacedWeights:
-    """Where every weight of the module will lie; nothing is moved yet. `planned_for`: of `PlacedWeights`.
+    """Plan where every weight of the module will lie; nothing is moved yet. `planned_for`: as in `PlacedWeights`.
 
-    Raises ValueError for weights that the checkpoint had no values of, NotImplementedError for quantized ones.
+    Raises ValueError for weights without values in the checkpoint, NotImplementedError for quantized ones.
     """
     (scan, without, whole), adapters, model = planned_for, Adapters(module), type(module).__name__
     tensors = {name: t for name, t in named_tensors(module).items() if not _is_within(name, without)}
@@ -228,7 +228,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
         raise ValueError(missing_message(model, missing))
     if quantized := [name for name, t in tensors.items() if not is_ordinary(t)]:
         refuse_weights(model, quantized[0], tensors[quantized[0]])
-    # A product within float16's rounding is three of bfloat16: of the exact one 2.1e-4 is left to it, one pass is 2.4e-3 off.
+    # A product as exact as float16 takes three of bfloat16, whose error is 2.1e-4; that of one alone is 2.4e-3.
     half = sum(t.nbytes for t in tensors.values() if t.dtype == torch.float16)
     if half > sum(t.nbytes for t in tensors.values()) / 2:
         notices.warn_once(
@@ -281,7 +281,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def quick_versions(tensors: dict[str, torch.Tensor]) -> tuple:
-    """Changes when one of them is written to or given other data; without a line of Python for each, as every call compares it."""
+    """A value that changes when a tensor is written to or given other data. Every call compares it: no Python code per tensor."""
     held = tensors.values()
     with torch._C.DisableTorchFunction():
         of_files = [(type(t), t.source) for t in held if type(t) is FileTensor]
@@ -289,7 +289,7 @@ def quick_versions(tensors: dict[str, torch.Tensor]) -> tuple:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A few values of a host tensor, spread over it, of its own memory; None of a file's, which nothing can have written to."""
+    """A few values spread over a host tensor's memory; None for one that is still in a file, which nothing can have written to."""
     if type(tensor) is FileTensor and tensor.source.values is not None:
         return None
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
@@ -300,7 +300,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
-        return True  # its version tells whether it was read into memory since
+        return True  # still in a file; its version changes when it is read into memory
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

@@ -1,7 +1,7 @@
 """`torch.cuda`, `torch.compile`, `torch.distributed` and the like for scripts that were written for a GPU.
 
 `on` replaces what such scripts use of torch, once, when diffusers is imported and the path is active; `off` puts torch's own
-objects back. Where the path is off nothing of torch is touched. What each idiom does: `examples/tpu/IDIOMS.md`.
+objects back. Where the path is off torch is unchanged. What each idiom does: `examples/tpu/IDIOMS.md`.
 """
 
 import sys
@@ -14,10 +14,10 @@ _others = ()
 
 
 def on(*others):
-    """Replace what scripts for CUDA use of torch; nothing if it is already. Imports neither JAX nor torchax.
+    """Replace what scripts for CUDA use of torch, if it is not replaced already. Imports neither JAX nor torchax.
 
     Args:
-        others: modules with a `replace` as those here, which come behind them; those of the first call if none.
+        others: modules with a `replace` like those here, called after them; if none, those of the last call that named some.
     """
     global _replacements, _others
     _others = others or _others
@@ -25,7 +25,7 @@ def on(*others):
         from . import compiling, cuda, devices, optimizing, overloads, processes
         from .replacing import Replacements
 
-        overloads.serve()  # for good: it changes nothing but what torchax sees while it is imported
+        overloads.serve()  # not undone: it has an effect only while torchax is imported
         _replacements = Replacements()
         for file in (devices, cuda, compiling, processes, optimizing, *_others):
             file.replace(_replacements)
@@ -33,7 +33,7 @@ def on(*others):
 
 
 def off():
-    """torch's own objects, as they were."""
+    """Put torch's own objects back."""
     global _replacements
     if _replacements is not None:
         _replacements.undo()
@@ -42,6 +42,6 @@ def off():
 
 
 def _forget_devices():
-    """What diffusers found out about accelerators while it was imported."""
+    """Clear the device type that diffusers cached while it was imported."""
     if (found := sys.modules.get("diffusers.utils.torch_utils")) is not None:
         found.TorchDeviceBackend._detect_device_type.cache_clear()

@@ -1,6 +1,6 @@
-"""What scripts ask of their GPU, answered for all chips of the TPU together: its name, its memory, its streams and events.
+"""The properties that scripts read from their GPU, for all chips of the TPU together: name, memory, streams and events.
 
-JAX is asked where it runs already, or where the answer needs the chips.
+JAX is used where it runs already, or where a value needs the chips.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def devices() -> tuple:
 
 
 def wait():
-    """Until everything that was sent to the chips is computed."""
+    """Block until everything that was dispatched to the chips is computed."""
     if not _jax_runs():
         return
     import jax
@@ -51,7 +51,7 @@ def bytes_in_use() -> int:
 
 
 class Peak:
-    """The most that was in use since `reset`, as far as the runtime tells: simulated chips only know the present."""
+    """The most bytes in use since `reset`, as far as the runtime reports them: simulated chips report only current use."""
 
     def __init__(self):
         self.before = self.highest = 0
@@ -72,7 +72,7 @@ def _counted(statistic: str, otherwise) -> int:
 
 
 def _in_all(statistic: str) -> int | None:
-    """Of all chips what this process's say, as those of other processes are as full; None: they do not."""
+    """A memory statistic for all chips, extrapolated from this process's, as all are equally full; None: they have none."""
     import jax
 
     own = [device.memory_stats() or {} for device in devices() if device.process_index == jax.process_index()]
@@ -81,7 +81,7 @@ def _in_all(statistic: str) -> int | None:
 
 
 def _jax_runs() -> bool:
-    """Whether JAX has its devices: asked for its arrays it would take them, before the other processes and simulated chips are there."""
+    """Whether JAX has initialized its backends. Listing arrays would, before other processes and simulated chips are set up."""
     if "jax" not in sys.modules:
         return False
     from jax._src import xla_bridge
@@ -97,7 +97,7 @@ def _bytes_of_live_arrays() -> int:
     return sum(size * len(array.sharding.device_set) for size, array in zip(sizes, arrays))
 
 
-# One device whose work is in order: a stream changes nothing, an event is a time at which everything sent before is done
+# One device that works in order: streams have no effect, an event is the time at which all work before it is done
 
 
 class _OnTheDevice:
@@ -129,7 +129,7 @@ class Event(_OnTheDevice):
 
 
 class Guard(contextlib.AbstractContextManager):
-    """As `torch.cuda.device`, `torch.accelerator.device_index`: there is one device."""
+    """As `torch.cuda.device`, `torch.accelerator.device_index`, without effect: there is one device."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -139,7 +139,7 @@ class Guard(contextlib.AbstractContextManager):
 
 
 class Stream(_OnTheDevice, Guard):
-    """As `torch.cuda.Stream`; also the context that `torch.cuda.stream` gives."""
+    """As `torch.cuda.Stream`; a context as well."""
 
     cuda_stream = device_index = stream_id = 0
     device_type, device = 1, torch.device("cuda", 0)
@@ -165,7 +165,7 @@ class Stream(_OnTheDevice, Guard):
 
 
 class NoGraph:
-    """In the place of `torch.cuda.CUDAGraph` and what records one."""
+    """Replaces `torch.cuda.CUDAGraph` and the functions that record one. Raises NotImplementedError."""
 
     def __init__(self, *args, **kwargs):
         raise NotImplementedError(

@@ -1,9 +1,9 @@
-"""`torch.compile` of models: JAX compiles them when they are called, so it returns its argument. Of all else it is torch's.
+"""`torch.compile` of models: returns the model, as JAX compiles it at its first call. Anything else goes to torch's own.
 
-torch_xla, where it is installed too (Colab, Kaggle), is left out: upstream's loops would call `mark_step` in each step. Inference mode
-is `torch.no_grad`, of the same values: its tensors have no version, by which changed weights are known, and torch does not decompose
-operators under it, which torchax needs. Autocast on an accelerator is that of CUDA's tensors, which the bridge reads, and of the
-host's, for what a script does with its tensors outside of models; its float16 is bfloat16.
+torch_xla, where it is installed too (Colab, Kaggle), is disabled: upstream's loops would call `mark_step` in each step. Inference
+mode becomes `torch.no_grad`, with equal values. In inference mode tensors have no version counter, by which changed weights are
+detected, and torch does not decompose operators, which torchax needs. Autocast on an accelerator becomes CUDA's, which the bridge
+reads, and the host's, for a script's tensors outside of models; its float16 becomes bfloat16.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ _PACKAGES = {"diffusers", "transformers"}
 
 
 def replace(replacements: Replacements):
-    """Put what this file has in torch's place."""
+    """Replace torch's objects by those of this file."""
     replacements.put(torch, "compile", Stand(torch, "compile", _compiled))
     replacements.wrap(torch.nn.Module, "compile", _in_place)
     replacements.wrap(torch.autograd.grad_mode.inference_mode, "__enter__", _entered)
     autocast = torch.amp.autocast_mode.autocast
     for name, call in (("__init__", _made), ("__enter__", _cast_inside), ("__exit__", _cast_outside)):
         replacements.wrap(autocast, name, call)
-    if import_utils._torch_xla_available:  # it would take the chips, which one runtime can have
+    if import_utils._torch_xla_available:  # it would open the chips, which only one runtime can use
         replacements.put(import_utils, "_torch_xla_available", False)
-        os.environ["USE_TORCH_XLA"] = "0"  # accelerate and transformers ask this before they import it
+        os.environ["USE_TORCH_XLA"] = "0"  # accelerate and transformers read this before they import it
         warn_once(
             "torch_xla",
             "torch_xla: on the TPU path models run through JAX, and torch_xla, which would take the chips, is left out"
@@ -82,7 +82,7 @@ def _is_model(thing) -> bool:
 
 
 def _seen_by(function: types.FunctionType):
-    """The values of what a function names: in its closure, and of its module."""
+    """The values of a function's closure, and of the module's globals that it names."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             yield cell.cell_contents
@@ -112,12 +112,12 @@ def _made(init, self, device_type, dtype=None, enabled=True, cache_enabled=None)
     init(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-# To what this thread's autocast on an accelerator casts, for the bridge: inside of an operator torch says that there is none.
+# The dtype of this thread's autocast on an accelerator, for the bridge: inside of an operator torch reports autocast as off.
 casting: contextvars.ContextVar[torch.dtype | None] = contextvars.ContextVar("diffusers_tpu_casting", default=None)
 
 
 def _companions() -> tuple[str, str]:
-    """Devices that it is of too: the script's tensors', and what a traced model is told that its own are on."""
+    """Devices whose autocast is set as well: that of the script's tensors, and the one that a traced model's tensors report."""
     return "cpu", torch._C._get_privateuse1_backend_name()
 
 

@@ -12,14 +12,14 @@ from .chips import Event, Guard, NoGraph, Stream
 from .replacing import Replacements
 
 
-CAPABILITY = (8, 0)  # bfloat16, and no 8-bit floats: what scripts decide by it
+CAPABILITY = (8, 0)  # from which scripts infer: bfloat16, but no 8-bit floats
 _peak = chips.Peak()
 
 
 def _properties(device=None) -> types.SimpleNamespace:
     """As `torch.cuda.get_device_properties`: `multi_processor_count` is the number of chips."""
     asked = {"name": chips.name(), "total_memory": chips.bytes_in_all(), "multi_processor_count": len(chips.devices())}
-    # torch.compile asks for the last where torch was built without CUDA.
+    # torch.compile reads the last one where torch was built without CUDA.
     fixed = {"warp_size": 32, "is_integrated": False, "is_multi_gpu_board": False, "gcnArchName": ""}
     return types.SimpleNamespace(**asked, major=CAPABILITY[0], minor=CAPABILITY[1], **fixed)
 
@@ -41,7 +41,7 @@ def _summary(device=None, abbreviated=False) -> str:
 
 
 def _seed(seed):
-    """Draws on an accelerator are the CPU generator's."""
+    """Draws on an accelerator use the CPU generator."""
     torch.default_generator.manual_seed(int(seed))
 
 
@@ -76,7 +76,7 @@ _BOTH = {
     **_named("max_memory_allocated max_memory_reserved", _highest),
     **_named("reset_peak_memory_stats reset_accumulated_memory_stats", _reset),
     **_named("empty_cache set_stream reset_peak_host_memory_stats reset_accumulated_host_memory_stats", _gives()),
-    "memory_stats": torch.cuda.memory_stats,  # makes one level of `memory_stats_as_nested_dict`
+    "memory_stats": torch.cuda.memory_stats,  # flattens `memory_stats_as_nested_dict`
     "is_available": _gives(True),
     "device_count": _gives(1),
     "synchronize": _wait,
@@ -138,7 +138,7 @@ PROFILER = {**_named("start stop", _gives()), "profile": contextlib.nullcontext}
 
 
 def replace(replacements: Replacements):
-    """Put what this file has in torch's place."""
+    """Replace torch's objects by those of this file."""
     cuda, accelerator, own = torch.cuda, torch.accelerator, {}
     for modules, functions in (
         ((cuda, cuda.memory, cuda.random, cuda.streams), CUDA),
@@ -154,7 +154,7 @@ def replace(replacements: Replacements):
 
 
 def _of_its_own(name: str, function):
-    """The function as another object, under its name: torch's compiler tells functions apart."""
+    """A copy of the function under this name: torch's compiler needs distinct objects."""
     if not isinstance(function, types.FunctionType):
         return function
     defaults, closure = function.__defaults__, function.__closure__

@@ -1,8 +1,8 @@
-"""Where a script puts a tensor: "cuda", "tpu" and the like name the TPU, and what is put there is a host tensor, of the same values.
+"""Devices of a script's tensors: "cuda", "tpu" and the like name the TPU, and a tensor that is moved there stays on the host.
 
-Pipelines and models move tensors to the chips themselves; inside of the pipelines' own environment torchax decides what a device means.
-The functions that take a device are replaced one by one: a mode of torch's would cost every call of every function, and would be
-missing in threads.
+Pipelines and models move tensors to the chips themselves; inside of the pipelines' own environment torchax interprets devices.
+The functions that take a device are replaced one by one: a torch mode would slow down every call of every function, and would not
+apply in other threads.
 """
 
 import threading
@@ -21,11 +21,11 @@ class _Inside(threading.local):
     depth = 0
 
 
-inside = _Inside()  # of this thread: how often the pipelines' own environment is entered, kept by the bridge
+inside = _Inside()  # per thread: how often the pipelines' own environment is entered; set by the bridge
 
 
 def hosted(device):
-    """The device where a tensor that is meant for this one is kept."""
+    """The device that holds a tensor meant for this one: for an accelerator, the host."""
     return HOST if names_accelerator(device) else device
 
 
@@ -40,7 +40,7 @@ NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "
 
 
 def replace(replacements: Replacements):
-    """Put what this file has in torch's place."""
+    """Replace torch's objects by those of this file."""
     rows = [(torch, name, _made) for name in CONSTRUCTORS]
     rows += [(torch.fft, name, _made) for name in ("fftfreq", "rfftfreq")]
     moves = {"to": _moved, "cuda": _to_accelerator, "pin_memory": _kept, "type": _typed, "type_as": _alike}
@@ -57,7 +57,7 @@ def replace(replacements: Replacements):
         original, stand = getattr(owner, name), Stand(owner, name, call)
         replacements.put(owner, name, stand)
         if builtins._builtin_table is not None and (operator := builtins._find_builtin(original)) is not None:
-            builtins._register_builtin(stand, operator)  # torch.jit.script knows functions by their ids
+            builtins._register_builtin(stand, operator)  # torch.jit.script finds functions by their ids
     replacements.put(torch, "Generator", Generator)
     replacements.put(torch, "device", device)
     context = torch.utils._device.DeviceContext
@@ -65,7 +65,7 @@ def replace(replacements: Replacements):
 
 
 def _on_host(args: tuple, kwargs: dict) -> tuple:
-    """The arguments, with the host in the place of an accelerator that is the first one or the keyword `device`."""
+    """The arguments, with the host in place of an accelerator that is the first one or the keyword `device`."""
     if names_accelerator(kwargs.get("device")):
         kwargs["device"] = HOST
     if args and (isinstance(args[0], (str, torch.device)) or type(args[0]) is int):
@@ -74,7 +74,7 @@ def _on_host(args: tuple, kwargs: dict) -> tuple:
 
 
 def _made(function, *args, **kwargs):
-    """A new tensor."""
+    """A constructor of tensors, with the host in place of an accelerator."""
     if not inside.depth:
         if names_accelerator(kwargs.get("device")):
             kwargs["device"] = HOST
@@ -86,7 +86,7 @@ def _made(function, *args, **kwargs):
 
 
 def _moved(function, tensor, *args, **kwargs):
-    """`Tensor.to`: a device, a dtype, both, or another tensor's."""
+    """`Tensor.to` a device, a dtype, both, or those of another tensor."""
     if not inside.depth:
         args = _on_host(args, kwargs)
         other = args[0] if args else kwargs.get("other")
@@ -103,7 +103,7 @@ def _to_accelerator(function, tensor, device=None, non_blocking=False, memory_fo
 
 
 def _typed(function, *args, **kwargs):
-    """Names of types on a GPU are those of the CPU's."""
+    """Replaces names of GPU tensor types by those of the CPU's."""
     args, kwargs = tree_map_only(str, lambda name: name.replace("torch.cuda.", "torch."), (args, kwargs))
     return function(*args, **kwargs)
 
@@ -123,7 +123,7 @@ def _module_moved(function, module, *args, **kwargs):
 
 
 def _loaded(function, f, map_location=None, *args, **kwargs):
-    """`torch.load`: what a file says was on a GPU comes to the host, where nothing else is asked for too."""
+    """`torch.load`: tensors that were saved from a GPU are loaded to the host, also where `map_location` is not given."""
     if map_location is None or names_accelerator(map_location):
         map_location = HOST
     elif isinstance(map_location, dict):
@@ -132,7 +132,7 @@ def _loaded(function, f, map_location=None, *args, **kwargs):
 
 
 class Generator(metaclass=StandingType):
-    """torch's own generator, of the CPU where an accelerator is named: it gives there the noise it gives everywhere."""
+    """torch's own generator, on the CPU where an accelerator is named: a seed gives the same noise everywhere."""
 
     __module__, __wrapped__ = "torch", torch.Generator
 
@@ -142,7 +142,7 @@ class Generator(metaclass=StandingType):
 
 
 class device(metaclass=StandingType):
-    """torch's own device. Indices, and names that torch does not know, are the TPU's, which it calls "cuda"."""
+    """torch's own device. Bare indices, and accelerator names that torch does not have, become "cuda", which means the TPU."""
 
     __module__, __wrapped__ = "torch", torch.device
 

@@ -1,4 +1,4 @@
-"""`torch.nn.utils.clip_grad_norm_`, and diffusers' `EMAModel.step`, of gradients and weights that are on the chips: there."""
+"""`torch.nn.utils.clip_grad_norm_` and diffusers' `EMAModel.step`: computed on the chips for gradients and weights there."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from .replacing import Replacements, Stand
 
 TRAINING = f"{__package__.split('.')[0]}.training_utils"
 
-# Once gradients can be there. `clip`: of weights and a number, None where no gradient is there; `averages`: of weights and their
-# averages, what makes these by a decay, for those that are there, by their number.
+# Set once gradients can be on the chips. `clip(weights, max_norm)` returns the norm, or None where the chips hold no gradients.
+# `averages(weights, averages)` returns, by index of each average that the chips can make, a function of the decay that makes it.
 clip: Callable | None = None
 averages: Callable | None = None
 
 
 def replace(replacements: Replacements):
-    """Put what this file has in torch's place."""
+    """Replace torch's objects by those of this file."""
     stand = Stand(torch.nn.utils.clip_grad, "clip_grad_norm_", _clipped)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         replacements.put(owner, "clip_grad_norm_", stand)
@@ -32,7 +32,7 @@ def _clipped(function, parameters, max_norm, norm_type=2.0, error_if_nonfinite=F
 
 
 def _averaged(step, ema, parameters):
-    """Upstream's step of the averages that are not made on the chips, which also finds the decay."""
+    """Upstream's step, which also computes the decay, for averages not made on the chips; then the others."""
     if averages is None or isinstance(parameters, torch.nn.Module):
         return step(ema, parameters)
     parameters, shadows, foreach = [*parameters], ema.shadow_params, ema.foreach

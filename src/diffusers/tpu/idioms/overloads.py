@@ -1,5 +1,5 @@
-"""torchax 0.0.13 under torch 2.13, wherever a script imports it: its tables name overloads with dimension names, which torch
-no longer has. While a file of torchax's is executed they get placeholders, under which nothing is ever looked up."""
+"""Makes torchax 0.0.13 importable under torch 2.13, wherever a script imports it. Its tables name overloads with dimension names,
+which torch has removed. While a module of torchax is executed, those names give placeholders, which nothing ever dispatches."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ _lock, _open = threading.Lock(), 0
 
 @contextlib.contextmanager
 def _placeholders(module) -> Iterator[None]:
-    """Several threads may import at once, and files import each other: the last one puts torch's own lookup back."""
+    """Imports nest and run in several threads at once: the last one to end restores torch's own lookup."""
     global _open
     with _lock:
         _open += 1
@@ -35,7 +35,7 @@ _finder = OnImport(lambda name: name.partition(".")[0] == "torchax", _placeholde
 
 
 def serve():
-    """From here on torchax can be imported; nothing is imported now."""
+    """Make torchax importable from here on; imports nothing itself."""
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 

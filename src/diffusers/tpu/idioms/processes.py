@@ -1,6 +1,6 @@
-"""`torch.distributed` on the TPU path: scripts that start a process for each GPU, where one process has all chips of a host.
+"""`torch.distributed` on the TPU path, for scripts that start a process per GPU: here one process uses all chips of a host.
 
-A process group of NCCL's is one of gloo's, on host tensors, as all tensors of a script are. Alone in it a process needs no launcher.
+An NCCL process group becomes a gloo group, as all tensors of a script are host tensors. A group of one process needs no launcher.
 """
 
 import math
@@ -18,7 +18,7 @@ INSTEAD = "start one process, with python script.py or with torchrun --nproc-per
 
 
 def replace(replacements: Replacements):
-    """Put what this file has in torch's place."""
+    """Replace torch's objects by those of this file."""
     if not torch.distributed.is_available():
         return
     from torch.distributed import device_mesh, distributed_c10d
@@ -37,7 +37,7 @@ def replace(replacements: Replacements):
 
 
 def refuse_several():
-    """Raises RuntimeError in one of several processes of this host: each would want all of its chips."""
+    """Raises RuntimeError in one of several processes of this host: each would open all of its chips."""
     here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     if here.isdecimal() and int(here) > 1:
         raise RuntimeError(f"expected one process for the chips of this host, got one of {here}: {ALONE}; {INSTEAD}")
@@ -71,7 +71,7 @@ def _grouped(original, ranks=None, timeout=None, backend=None, *args, **kwargs):
 
 def _wrapped(init, parallel, module, device_ids=None, output_device=None, *args, **kwargs):
     init(parallel, module, None, None, *args, **kwargs)
-    parallel.device_ids = None  # DataParallel's are all there are, and it expects weights there
+    parallel.device_ids = None  # DataParallel would list all devices, and expect the weights on them
 
 
 def _meshed(original, device_type, mesh_shape, **kwargs):

@@ -1,4 +1,4 @@
-"""What cannot be honoured on the TPU path, refused with the reason and the way out: quantized weights, and gradients."""
+"""Refuses what the TPU path does not support, with the reason and the way out: quantized weights, and some gradients."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def refuse_quantizer(method: str):
 
 
 def before_loading(load: Callable) -> Callable:
-    """A model's `from_pretrained` that refuses quantization for GPUs before the package that does it is asked."""
+    """A model's `from_pretrained` that refuses quantization for GPUs before the quantizing package is called."""
 
     @functools.wraps(load)
     def run(*args, **kwargs):
@@ -54,7 +54,7 @@ GRADIENTS = (
 
 
 class _Refusing(torch.autograd.Function):
-    """Its outputs have the values of its last inputs, and a gradient by the first, so many, that cannot be asked for."""
+    """Returns its last inputs, as functions of the first `asked` tensors whose gradient raises NotImplementedError."""
 
     @staticmethod
     def forward(ctx, asked: int, *tensors):
@@ -66,7 +66,7 @@ class _Refusing(torch.autograd.Function):
 
 
 def asking(module: torch.nn.Module, arguments) -> list[torch.Tensor]:
-    """The weights and arguments that ask for a gradient; none where torch computes none."""
+    """The weights and arguments that require a gradient; none where gradients are disabled."""
     if not torch.is_grad_enabled():
         return []
     tensors = (*module.parameters(), *(t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)))
@@ -74,9 +74,9 @@ def asking(module: torch.nn.Module, arguments) -> list[torch.Tensor]:
 
 
 def without_gradients(asked: list[torch.Tensor], output):
-    """The output, which answers a gradient through it with a sentence where upstream's would have one and it has none.
+    """The output; backward through it raises where upstream's would have a gradient and it has none.
 
-    A script that only forgot `torch.no_grad` gets what upstream gives it.
+    A script that only forgot `torch.no_grad` gets the same values as upstream's.
     """
     if not asked:
         return output

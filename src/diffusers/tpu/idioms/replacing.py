@@ -1,4 +1,4 @@
-"""Attributes of torch that are replaced while the idioms are on, and put back as they were."""
+"""Replaces attributes of torch while the idioms are on, and restores them."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ _ABSENT = object()
 
 
 class Replacements:
-    """What was put where, in order; `undo` leaves every owner with the attributes of its own that it had."""
+    """The replaced attributes, in order; `undo` restores every owner's own attributes."""
 
     def __init__(self):
         self._before: list[tuple[object, str, object]] = []
@@ -24,7 +24,7 @@ class Replacements:
         setattr(owner, attribute, value)
 
     def wrap(self, owner, attribute: str, call: Callable):
-        """Put a function in the place of the owner's, or a class method: what it does is `call(original, *args, **kwargs)`."""
+        """Replace the owner's function or class method by one that returns `call(original, *args, **kwargs)`."""
         own = vars(owner)[attribute]
         original = own.__func__ if isinstance(own, classmethod) else own
 
@@ -35,7 +35,7 @@ class Replacements:
         self.put(owner, attribute, classmethod(run) if isinstance(own, classmethod) else run)
 
     def when_imported(self, name: str, then: Callable[[ModuleType], None]):
-        """Call `then` with the module of this name: now, or when someone imports it."""
+        """Call `then` with the module of this name: now if it is imported, else right after its import."""
         if name in sys.modules:
             return then(sys.modules[name])
 
@@ -56,7 +56,7 @@ class Replacements:
 
 
 class OnImport(importlib.abc.MetaPathFinder):
-    """Modules whose name `concerns` are executed inside of `around(module)`, a context, when they are imported."""
+    """An import hook: a module with `concerns(name)` is executed inside of the context `around(module)`."""
 
     def __init__(self, concerns: Callable[[str], bool], around: Callable):
         self.concerns, self.around = concerns, around
@@ -75,8 +75,8 @@ class OnImport(importlib.abc.MetaPathFinder):
 
 
 class StandingType(type):
-    """A class in the place of one of torch's, `__wrapped__`, equal to it in sets and dicts: `make(original, ...)` makes torch's objects.
-    Those are its instances for `isinstance`; it has none of its own."""
+    """The type of classes that replace one of torch's, `__wrapped__`, and equal it in sets and dicts. A call returns
+    `make(original, ...)`, an object of torch's class. `isinstance` accepts those; the class has no instances of its own."""
 
     def __call__(cls, *args, **kwargs):
         return cls.make(cls.__wrapped__, *args, **kwargs)
@@ -95,10 +95,10 @@ class StandingType(type):
 
 
 class Stand:
-    """A callable in the place of one of torch's, equal to it in sets and dicts.
+    """A callable that replaces one of torch's and equals it in sets and dicts.
 
-    torch, torchax and others keep tables of torch's functions; what stands for one is found in them under either name,
-    whenever the table was made. It is a method where it is an attribute of a class.
+    torch, torchax and others keep tables of torch's functions: a lookup with either callable succeeds, whenever the table was
+    made. As an attribute of a class it is a method.
     """
 
     def __init__(self, owner: type | ModuleType, name: str, call: Callable):

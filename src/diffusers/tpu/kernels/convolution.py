@@ -1,20 +1,20 @@
 """Convolution of maps and videos for one TPU chip: y[l, t, p] = sum over taps (i, j, k) of x[l + i, t + j, p + k - e] w[i, j, k] + b.
 
-The compiler's own takes 8 to 28 s of a core each for some 40 of SDXL's UNet, at 53 to 72 % of the units' peak (v5e, libtpu 0.0.42.1);
-of a video it writes a result per tap along the width in float32, which are then summed.
+XLA takes 8 to 28 s of a core to compile each of some 40 convolutions of SDXL's UNet, which reach 53 to 72 % of the units' peak
+(v5e, libtpu 0.0.42.1). For a video it writes a float32 result per tap along the width, and then sums them.
 
-A line is what lies along sublanes: a row of a map, a column of a video. Grid: (blocks of features, batch, blocks of lines, blocks of
-frames), frames innermost: a block of w with all taps and channels stays in VMEM while the maps pass. A block of x has the lines and
-frames that its taps reach beside it (`pl.Element`). A piece of straight code is whole lines of one frame: what all taps of lines and
-frames see lies side by side [positions, taps * C], is multiplied with [taps along a line * O, taps * C] in float32, and the
-features of each tap along the line are moved by whole positions and added where the line has such a position. So nothing is moved
-before the product, and the matrix units are as full as the taps together make them.
+A line is what lies along sublanes: a row of a map, a column of a video. The grid is (blocks of features, batch, blocks of lines,
+blocks of frames), frames innermost: a block of w with all taps and channels stays in VMEM while the maps pass. A block of x
+includes the lines and frames beside it that its taps reach (`pl.Element`). A piece of straight-line code is whole lines of one
+frame: the inputs of all taps of lines and frames are concatenated [positions, taps * C] and multiplied with [taps along a line * O,
+taps * C] in float32. The features of each tap along the line are then shifted by whole positions and added, where the line has such
+a position. So nothing is shifted before the product, and all taps together fill the matrix units.
 
-Of a map whose lines and positions become two each, x is read as it is: two lines of the result are two products of the same lines in
-another order, and of one product's taps two positions are added up, half the work of the doubled map.
+A map that is to be doubled in lines and positions is read undoubled. Two lines of the result are two products of the same lines in
+another order, and each product's taps are added up for two positions: half the work of the doubled map.
 
-w is read as the TPU lays torch's weights [O, C, ...]: the two last axes last. A block of whole registers has its taps side by side as it
-is; of another they are put so once, in VMEM.
+w is read in the layout that the TPU gives torch's weights [O, C, ...], with O and C minor. If a tap is whole registers, taps
+already lie side by side; otherwise they are copied so once, in VMEM.
 
 VMEM: two buffers of x [lines + taps - 1, frames + taps - 1, P, C], w [taps, features, C], the result and a residual; a spilled piece, twice.
 """
@@ -36,18 +36,18 @@ from .pallas import LANES, ROWS, call_kernel, cost, layer_of_stack, product, rou
 from .settings import Settings
 
 
-PIECE = 512  # most positions of one piece of straight code, where lines are no longer
-LEAST_PIECE = 224  # positions that take as long as weights take to get into a matrix unit
-MOST_POSITIONS = 8192  # of one step
-MOST_WORK = 4_000_000  # taps x channels x features of a block: 4 s of a core to compile; twice as much is no faster
+PIECE = 512  # most positions of one piece of straight-line code, unless a line is longer
+LEAST_PIECE = 224  # positions whose product takes as long as loading weights into a matrix unit
+MOST_POSITIONS = 8192  # of one grid step
+MOST_WORK = 4_000_000  # taps x channels x features of a block: 4 s of a core to compile; twice as much runs no faster
 LEAST_CHANNELS = 64
 FILLED_BYTES = (
     32 << 20
-)  # of a map of few channels: the compiler takes half a minute for a UNet's first layer and the norm behind it
+)  # of a map of few channels that is padded: XLA takes half a minute for a UNet's first layer and the norm after it
 
 
 class Blocks(NamedTuple):
-    """`lines`, `frames` and `features` of the result in one grid step; `piece` lines of a frame in one piece of straight code."""
+    """`lines`, `frames` and `features` of the result in a grid step; `piece` lines of a frame in a piece of straight-line code."""
 
     lines: int
     frames: int
@@ -65,11 +65,11 @@ def choose(
     doubled: bool = False,
     with_residual: bool = False,
 ) -> Blocks | None:
-    """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the least to fetch; None if none do.
+    """Blocks that fit VMEM and compile in seconds, with the least work of matrix units, then the least to fetch; None if none do.
 
     Args:
         sizes: lines and frames of the result, positions of x; taps: along each of them.
-        doubled: of each line and position the result has two, which are not counted.
+        doubled: the result has each line and position twice; `sizes` counts them once.
     """
     lines, frames, positions = sizes
     positions, deep, chip, found = round_up(positions, ROWS), round_up(channels, LANES), chip_of(generation), []
@@ -99,12 +99,12 @@ def choose(
 
 
 def _as_it_lies(features: int, channels: int) -> bool:
-    """Whether taps of [features, channels] are whole registers, which lie side by side without being moved."""
+    """Whether taps of [features, channels] are whole registers, which lie side by side without a copy."""
     return not features % ROWS and not channels % LANES
 
 
 def _lanes(features: int, taps: int) -> int:
-    """Of a product's columns, those of one tap along a line: whole registers, unless all taps have room in one."""
+    """A product's columns for one tap along a line: whole registers, unless all taps fit into one."""
     return features if taps * features <= LANES else round_up(features, LANES)
 
 
@@ -128,12 +128,12 @@ def tpu_convolution(
     generation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B M U Q O"]:
-    """The convolution with `edge` zeros at both ends of each line, and nothing around lines and frames, summed in float32.
+    """The convolution with `edge` zeros at both ends of each line, and no padding of lines and frames, summed in float32.
 
-    If `repeated`, with each line's own end in place of one zero there. Rounded once to x's dtype, or in float32 if `wide`; then the
-    residual is added, and the sum rounded.
-    `doubled`: of x with each line and position twice, by three taps of both and an edge of one: M = 2 (L - 2), Q = 2 P.
-    `layer`: which one of a stack w is; a slice of it would be a copy.
+    `repeated`: a line's own end replaces its one zero. The sum is rounded once to x's dtype, or stays float32 if `wide`; then the
+    residual is added, and the result rounded.
+    `doubled`: of x with each line and position twice, by three taps along both and an edge of one: M = 2 (L - 2), Q = 2 P.
+    `layer`: index of the layer if w is a stack; slicing the stack would copy.
     """
     batch, lines, frames, positions, channels = x.shape
     *taps, features, _ = w.shape[-5:]
@@ -148,7 +148,7 @@ def tpu_convolution(
     size, depth = blocks.piece * line, math.prod(taps[:2]) * channels
     reads_stored = _as_it_lies(blocks.features, channels)
 
-    # Every other row of float32 is written, of one register's lanes: so two positions stand where one was.
+    # Two positions are interleaved by writing every other row of float32, one register's lanes at a time.
     ends = [*range(0, blocks.features, LANES if doubled else blocks.features), blocks.features]
     parts = [*map(slice, ends, ends[1:])]
 
@@ -170,7 +170,7 @@ def tpu_convolution(
         pl.loop(0, blocks.lines // blocks.piece * blocks.frames)(functools.partial(piece, r))
 
     def reached(tap: int, before: int, twin: int) -> int:
-        """How far from its own line or position a tap reads: of two alike, the first or the second one's."""
+        """The offset at which a tap reads lines or positions; `twin`: of the first or the second of two doubled ones."""
         return (tap - before + twin) // 2 if doubled else tap - before
 
     def piece(r, number):
@@ -199,7 +199,7 @@ def tpu_convolution(
                     r.o[place] = own
 
     def added(y, total, part, position, one):
-        """The bias and columns `part` of each tap's features, moved to where the tap is asked for."""
+        """`total` plus columns `part` of each tap's features, shifted to the positions that the tap belongs to."""
         for k in range(taps[2]):
             own, ahead = y[:, k * columns + part.start : k * columns + part.stop], reached(k, edge, one)
             of_tap = pltpu.roll(own, -ahead % size, 0) if ahead else own
@@ -267,10 +267,10 @@ def convolution(
     fill: bool = False,
     layers: tuple[Float[Array, "N l t p O C"], Int[Array, ""]] | None = None,
 ) -> Float[Array, "B M U Q O"] | None:
-    """As `tpu_convolution`, with its blocks; None for a call that the kernel does not take.
+    """As `tpu_convolution`, with blocks of `choose`; None for a call that the kernel does not support.
 
-    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS`, and one chip. `fill`: maps of up to `FILLED_BYTES` are given as
-    many. `layers`: the stack that w is a layer of, and which.
+    It supports bfloat16, lines that do not grow, at least `LEAST_CHANNELS` channels, and one chip. `fill`: maps of up to
+    `FILLED_BYTES` are padded to so many channels. `layers`: the stack that w is a layer of, and its index.
     """
     if fill and x.shape[-1] < LEAST_CHANNELS and x.size // x.shape[-1] * LANES * x.dtype.itemsize <= FILLED_BYTES:
         x, w = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, LEAST_CHANNELS - a.shape[-1])]) for a in (x, w))
@@ -296,7 +296,7 @@ def convolution(
 
 
 def _differentiable(run, settings: Settings, edge: int, repeated: bool, doubled: bool, wide: bool):
-    """The kernel `run`, whose gradient by x is one too: of w with each tap's place and channels turned."""
+    """The kernel `run`, whose gradient by x is also the kernel's, of w with taps reversed and channels swapped."""
 
     def back(given, gradient):
         plain = functools.partial(_plain, edge=edge, repeated=repeated, doubled=doubled, wide=wide)
@@ -304,7 +304,7 @@ def _differentiable(run, settings: Settings, edge: int, repeated: bool, doubled:
         w, found = given[1], None
         if not (repeated or doubled or wide):
             lines, frames, positions = (taps - 1 for taps in w.shape[:3])
-            own = positions - edge if positions - edge <= edge else 0  # zeros that the kernel need not be given
+            own = positions - edge if positions - edge <= edge else 0  # zeros that the kernel adds itself
             beside = positions - edge - own
             zeros = [(0, 0), *((n, n) for n in (lines, frames, beside)), (0, 0)]
             turned = w[::-1, ::-1, ::-1].swapaxes(-1, -2)

@@ -1,8 +1,8 @@
-"""Convolution of each channel alone: 3 x 3 positions of a map with zeros around it by a kernel for one TPU chip, others as a sum of maps.
+"""Depthwise convolution: 3 x 3 taps of a map padded by one zero run as a kernel for one TPU chip, others as a sum of shifted maps.
 
-The compiler's sum of nine maps moves six of them before they are multiplied, as positions lie along sublanes, and has the map filled up
-with zeros in memory first. The kernel reads each row once; what taps of one column give is summed over three rows where it is, and
-two of these three sums are moved by a position.
+The compiler's sum of nine maps shifts six of them before they are multiplied, as positions lie along sublanes, and pads the map in
+memory first. The kernel reads each row once. It sums the taps of a column over three rows without shifts, then shifts two of the
+three sums by a position.
 """
 
 import functools
@@ -20,9 +20,9 @@ from .settings import Settings
 
 
 TAPS = 3
-ROWS_AT_ONCE = 3  # in straight code: one by one takes a quarter longer
-BLOCK_BYTES = 2 << 20  # of whole maps of some channels: two buffers each of x and of the result
-MOST_BYTES = 8 << 20  # of those of a register's lanes
+ROWS_AT_ONCE = 3  # unrolled: one by one takes a quarter longer
+BLOCK_BYTES = 2 << 20  # of a block, whole maps of some channels: x and the result have two buffers each
+MOST_BYTES = 8 << 20  # of a map of one register's lanes, at most
 
 
 def by_channel(
@@ -32,9 +32,9 @@ def by_channel(
     widths: list[tuple[int, int]],
     settings: Settings,
 ) -> Float[Array, "B *sizes C"]:
-    """Each channel's own convolution of x with so many zeros around it, summed in float32 and rounded once.
+    """Depthwise convolution of x, padded by `widths` zeros, summed in float32 and rounded once.
 
-    The kernel takes bfloat16, maps that VMEM holds, and one chip.
+    The kernel supports bfloat16, at least 128 channels, maps that fit VMEM, and one chip.
     """
     taken = settings.own_layers and settings.chips == 1 and x.dtype == w.dtype == jnp.bfloat16
     if taken and w.shape[:-1] == (TAPS, TAPS) and widths == [(1, 1), (1, 1)]:
@@ -59,7 +59,7 @@ def _sum_of_maps(x, w, b, widths=((1, 1), (1, 1))):
 
 def _by_kernel(x, w, b, generation, interpret):
     batch, height, width, channels = x.shape
-    filled = round_up(width, ROWS)  # what is behind a row is anything
+    filled = round_up(width, ROWS)  # positions behind a row may hold anything
     tiles = max(1, BLOCK_BYTES // (2 * height * filled * LANES))
     lanes = min(tiles, pl.cdiv(channels, LANES)) * LANES
 
@@ -104,7 +104,7 @@ def _by_kernel(x, w, b, generation, interpret):
         "b": (b.astype(jnp.float32)[None], of_channels(1)),
     }
     work = cost(x, x, flops=2 * TAPS * TAPS * x.size)
-    large = 2 * height * filled * lanes > BLOCK_BYTES  # else it asks for nothing, which others would lack
+    large = 2 * height * filled * lanes > BLOCK_BYTES  # else no VMEM is requested, which other operations would lack
     room = vmem_room(generation) if large else None
     how = {"parallel": 2, "work": work, "interpret": interpret, "vmem_bytes": room}
     outputs, grid = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), block)}, (batch, pl.cdiv(channels, lanes))

@@ -1,9 +1,9 @@
 """A linear layer for one TPU chip: x w^T + b, then an activation, or a gate and a residual.
 
-On v6e at Wan 14B's sizes XLA's reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere, this kernel 89 to
+On v6e at Wan 14B's sizes XLA reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere, this kernel 89 to
 98 %: a block of w with all of its depth stays in VMEM while rows of x pass, so that the matrix units' own accumulators sum.
-The result is rounded once; what follows is computed in float32 and rounded where torch rounds. Of numbers of 8 bits (`narrow`), where
-they were asked for, it takes half the time.
+The result is rounded once; operations on it are computed in float32 and rounded where torch rounds. With 8-bit operands (`narrow`),
+which `TPUConfig.linear` selects, it takes half the time.
 """
 
 import functools
@@ -37,16 +37,16 @@ from .rows import LEAST_ROWS, LEAST_WHOLE_ROWS, rows_over_mesh, whole_lanes
 from .settings import Settings
 
 
-TILE_ROWS = 256  # of x against one block of w: straight code
+TILE_ROWS = 256  # of x against one block of w: straight-line code
 MOST_WHOLE_ROWS = 1536  # in one block
-MOST_FILL = 1.25  # times the rows and columns of a layer: of 512 rows in a block of 1,024 half is computed for nothing
-MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
-MOST_WORK = 18_000_000  # the same where the layer takes a tenth more time with less: 6 s
-DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
-SHORT = 2e-5  # seconds of a layer for which the compiler would take up to a minute, with what comes before it in one loop (SD 1.5)
+MOST_FILL = 1.25  # times a layer's rows and columns: of a block of 1,024 with 512 rows half is wasted
+MUCH_WORK = 9_300_000  # columns x depth of one tile, straight-line code: compiles in some 3 s on two cores
+MOST_WORK = 18_000_000  # the same, if a layer takes a tenth more time with less: 6 s
+DEEP = 13_824  # beyond it the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
+SHORT = 2e-5  # seconds; XLA may compile a shorter layer for a minute, in one loop with what precedes it (SD 1.5)
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
-# Of log(cdf(-x)) of the normal distribution by powers of x from 0 to 6: least squares, reweighted to equal errors. The cdf is within
-# 5e-5 of itself; beyond, -6e-9 stands for results between that and zero.
+# Polynomial in x, from 0 to 6, of log(cdf(-x)) of the normal distribution: least squares, reweighted to equal errors. The cdf's
+# relative error is 5e-5; beyond 6, GELU gives -6e-9 in place of results between that and zero.
 LOG_CDF = -0.6931921, -0.79724, -0.3197294, -0.03547896, 0.004987583, -0.0004235818, 1.593547e-05
 
 
@@ -89,18 +89,18 @@ def choose(
     narrow=False,
     products: int = 1,
 ) -> Blocks | None:
-    """The blocks of bfloat16 operands, or `narrow` ones of 8 bits, that read HBM least, or None where many rows would leave the units
-    waiting for it, or computing `MOST_FILL`, in a layer that is not `SHORT` and nothing makes `patient`.
+    """The fastest blocks for bfloat16 operands, or `narrow` ones of 8 bits, and of these those that read HBM least. None if units
+    would wait for HBM, or compute more than `MOST_FILL`, in a layer of many rows that is neither `SHORT` nor `patient`.
 
-    Two buffers of x [rows, depth], w [columns, depth] of each of the `products`, the result and perhaps a residual [rows, columns], and
-    what the compiler spills: a tile of each product in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a
-    tile of x too.
+    VMEM: two buffers of x [rows, depth], of w [columns, depth] of each of the `products`, of the result and a residual [rows,
+    columns]; and what the compiler spills: a tile of each product in float32, twice, and a tile of x if matrix units have 128 rows
+    (v5e) or rows are `DEEP`.
     """
     chip, found, results = chip_of(generation), [], 2 if residual else 1
     depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1) / products
     useful, whole = 2 * rows * columns * depth / flops, round_up(rows, TILE_ROWS)
     patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT or columns < LANES
-    # Beside a layer of this kernel, a residual would be added in a pass of its own.
+    # The kernel would take the layer without its residual, which would then be added in a separate pass.
     patient = patient or (residual and choose(rows, columns, depth, generation) is not None)
     heights = (1024, 768, 512, 256) if whole > MOST_WHOLE_ROWS or whole <= 1024 else (whole, 1024, 768, 512, 256)
     for count in range(1, max(columns // LANES, 1) + 1):
@@ -114,16 +114,16 @@ def choose(
             if work > MOST_WORK or vmem > vmem_room(generation):
                 continue
             across, down = -(-columns // width), -(-rows // height)
-            # Where all rows are one block, x is read once.
+            # If all rows are one block, x is read once.
             read = (across if down > 1 else 1) * rows * depth + products * columns * depth
             moved = size * read + 2 * results * rows * columns
             compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
             waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
-            # Columns fill whole units, and of each tile they fill and drain: some 250 cycles, as the schedules of 4 to 12 units have it.
+            # Columns occupy whole units, which fill and drain for each tile: some 250 cycles in the schedules of 4 to 12 units.
             taken = compute * round_up(width, chip.matrix_side) / width + down * height * across / chip.clock
             found.append((max(taken + stepping, wait), moved, compute, work, waits, Blocks(height, width)))
-    # Where HBM takes less than a share of the units' time, more work a tile if that makes the layer a tenth quicker.
+    # If HBM takes less than this share of the units' time: more work a tile where that makes the layer a tenth quicker.
     for most, share in ((MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
         if fitting := [one for one in found if one[3] <= most and one[4] <= share]:
             return min(fitting, key=lambda one: (one[0] * (1 if one[3] <= MUCH_WORK else 1.1), *one[1:3]))[-1]
@@ -150,10 +150,10 @@ def tpu_linear(
 ) -> Float[Array, "B M N"]:
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
-    `beside`: further channels of the rows of x, for the last of w's inputs; K is a multiple of 128 then.
-    `layer`: which one of a stack w is; a slice of it would be a copy. `turned`: w lies in memory with its outputs last.
-    `factor`: weights and bias of another layer, by whose result the activated one is multiplied; `layer` has both places then.
-    `scales`: of the rows of x and w in 8 bits, for a result in bfloat16.
+    `beside`: further channels of the rows of x, for the last of w's inputs; x then has a multiple of 128 channels.
+    `layer`: index of the layer if w is a stack; slicing the stack would copy. `turned`: w lies in memory with its outputs minor.
+    `factor`: weights and bias of another layer, whose result multiplies the activated one; `layer` then has the indices of both.
+    `scales`: of the rows of x and w in 8 bits; the result is bfloat16.
     `gate`: in the dtype to which the gated result is rounded; only with a residual, which has the result's dtype.
     """
     (batch, rows, own), (columns, depth) = x.shape, w.shape[-2:]
@@ -240,10 +240,10 @@ def linear(
     turned: bool = False,
     beside: Float[Array, "... J"] | None = None,
 ) -> Float[Array, "... N"] | None:
-    """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K].
+    """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not support. With a gate x is [B, T, K].
 
-    `split`: the axis of w that lies over `tp`. Of inputs the chips' sums are added, rounded, as the compiler does. `layers`: the stack that
-    w is a layer of, and which. `narrow`: w in 8 bits, where that is known. `turned`, `beside`: as of `tpu_linear`, the first in bfloat16.
+    `split`: the axis of w that is split over `tp`; if inputs are, the chips' rounded sums are added, as the compiler does.
+    `layers`: the stack of w, and its index. `narrow`: w in 8 bits, if known. `turned` (bfloat16), `beside`: as in `tpu_linear`.
     """
     narrows = settings.linear != "bfloat16" and not settings.differentiable and takes(x, w, settings)
     if narrows:
@@ -254,7 +254,7 @@ def linear(
         x, beside = jnp.concatenate([x, beside], -1), None
     followed = activation or gate is not None or residual is not None
     if settings.differentiable and (not followed or is_worth_its_room(w.shape[1], settings.generation)):
-        result = _differentiable(x, w, b, settings, split, turned)  # what follows reads it, there and back
+        result = _differentiable(x, w, b, settings, split, turned)  # read by what follows, and by its gradient
         return result if result is None else _followed(result, activation, gate, residual)
 
     run = _kernel_for(x, w, activation, settings, gate, residual, split, turned)
@@ -277,9 +277,9 @@ def gated(
     settings: Settings,
     split: int | None = None,
 ) -> Float[Array, "... N"] | None:
-    """activation(x w^T + b) (x v^T + c) of the layers (w, b) and (v, c), on all chips of the mesh; None for what the kernel does not take.
+    """activation(x w^T + b) (x v^T + c) of layers (w, b) and (v, c), on all chips of the mesh; None if the kernel cannot.
 
-    `place`: w and v are stacks, of which the layers have these places. `split`: 0, the outputs of both lie over `tp`.
+    `place`: w and v are stacks, in which the layers have these indices. `split`: 0 if the outputs of both are split over `tp`.
     Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
     (w, b), factor = layers
@@ -292,8 +292,8 @@ def gated(
 def _kernel_for(
     x, w, activation, settings, gate, residual, split, turned=False, products=1
 ) -> Callable[..., Array] | None:
-    """What computes `linear` of such arrays, or of a `Narrow` w, from x, w, b, the gate, the residual and perhaps a stack's layer; of two
-    `products` `gated`."""
+    """A function that computes `linear` of arrays like these, or of a `Narrow` w, by the kernel (`gated` if `products` is 2), or
+    None for what the kernel does not support."""
     narrow = isinstance(w, Narrow)
     few = w.shape[0] < LANES and not w.shape[0] % (2 * SUBLANES) and split is None
     if (
@@ -312,7 +312,7 @@ def _kernel_for(
     followed = activation or gate is not None or residual is not None
     if (max(parts) > 1 and (gate is not None or residual is not None)) or (parts[1] > 1 and followed):
         return None
-    # The compiler takes seconds for a layer of samples that end within a register, and exchanges sums of several chips in float32.
+    # For samples that end within a register the compiler takes seconds a layer; sums over chips it exchanges in float32.
     uneven = math.prod(x.shape[:-2]) > 1 and x.shape[-2] % SUBLANES != 0
     how = {"patient": uneven or max(parts[1], products) > 1, "narrow": narrow, "products": products}
     blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, **how)
@@ -322,8 +322,8 @@ def _kernel_for(
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
 
     def local(x, w, b, gate, residual, layer, factor, beside):
-        # Rows of several samples are one's, unless gates tell them apart, or part of a register would be each one's last: there
-        # such a reshape is a copy, for which the compiler takes minutes (47,700 rows of 3,072). Their order is free.
+        # Samples are merged into one, unless each has a gate or ends within a register: then the reshape is a copy, for which
+        # the compiler takes minutes (47,700 rows of 3,072). The order of rows is free, so that axes may be swapped instead.
         ends_within = x.shape[-2] % SUBLANES
         turns = gate is None and x.ndim > 2 and ends_within and not x.shape[-3] % SUBLANES
         by_row = x, residual, beside
@@ -369,7 +369,7 @@ def _kernel_for(
 
 
 def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool) -> Array | None:
-    """A layer by the kernel, whose gradient by x is one too: of w with inputs and outputs exchanged."""
+    """A layer by the kernel, whose gradient by x is also the kernel's, of w with inputs and outputs swapped."""
     if (run := _kernel_for(x, w, "", settings, None, None, split, turned)) is None:
         return None
 
@@ -385,7 +385,7 @@ def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool
 
 
 def _plain(activation: str, x, w, b, gate, residual):
-    """As `tpu_linear`, of plain operations; of `Narrow` x and w too."""
+    """As `tpu_linear`, by plain operations; also for `Narrow` x and w."""
     if isinstance(x, Narrow):
         result, dtype = narrow_product(x.values, w.values) * x.scale * w.scale[:, 0], jnp.bfloat16
     else:
@@ -394,7 +394,7 @@ def _plain(activation: str, x, w, b, gate, residual):
 
 
 def _followed(result, activation: str, gate, residual):
-    """A layer's result with what follows it, by plain operations."""
+    """A layer's result with activation, gate and residual applied, by plain operations."""
     dtype = result.dtype
     if activation:
         result = EXACT_ACTIVATIONS[activation](_apart(result).astype(jnp.float32)).astype(dtype)
@@ -404,7 +404,7 @@ def _followed(result, activation: str, gate, residual):
 
 @jax.custom_vjp
 def _apart(x):
-    """x, whose gradient is computed once: XLA would compute an activation's in the product behind it, for every tile."""
+    """x, with its gradient computed once: XLA would recompute an activation's in the product after it, for every tile."""
     return x
 
 

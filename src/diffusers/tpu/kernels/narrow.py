@@ -1,4 +1,4 @@
-"""Numbers of 8 bits with a scale for each row: a chip multiplies twice as many of them a second as of bfloat16.
+"""Arrays of 8-bit numbers with a scale per row: a chip multiplies twice as many of them a second as of bfloat16.
 
     x ~ values * scale,  scale = max |x| of the row / the largest number of the type
 
@@ -18,14 +18,14 @@ from .pallas import LANES, call_kernel, cost
 from .settings import Settings
 
 
-# To and from HBM until one is rounded and read: 3.7 of FLUX.1 dev, whole on every chip of v6e-8, whose 576 tokens a chip lost by it.
+# HBM traffic to round a weight and read it: 3.7 for FLUX.1 dev, replicated on v6e-8, which with 576 tokens a chip became slower.
 BYTES_OF_A_WEIGHT = 4
-ROWS, TILE_ROWS = 256, 32  # of a block, and of straight code: whole registers of 8 bits
-TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}  # and the largest number
+ROWS, TILE_ROWS = 256, 32  # of a block, and of straight-line code: whole registers of 8 bits
+TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}  # dtype, largest number
 
 
 class Narrow(NamedTuple):
-    """Rows of numbers of 8 bits [..., K], and their scales [..., 1] in float32."""
+    """Rows of 8-bit numbers [..., K], and their scales [..., 1] in float32."""
 
     values: Array
     scale: Float[Array, "... 1"]
@@ -36,9 +36,9 @@ class Narrow(NamedTuple):
 
 
 def narrowed(x: Float[Array, "... K"], kind: str) -> Narrow:
-    """x in the numbers of `TYPES`; of a row with a number that is not finite no product is."""
+    """x as numbers of `TYPES[kind]`. Products of a row with an entry that is not finite are not finite."""
     dtype, most = TYPES[kind]
-    largest = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32)  # not of x in float32, which XLA would keep
+    largest = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32)  # before the cast, which XLA would keep
     largest = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny * most)
     values = x.astype(jnp.float32) * (most / largest)
     return Narrow((jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), largest / most)
@@ -74,8 +74,8 @@ def tpu_narrowed(x: Float[Array, "B M K"], kind: str, *, interpret: bool = False
 
 
 def takes(x: Array, w: Array, settings: Settings) -> bool:
-    """Whether a layer of inputs x [..., T, K] and weights w [N, K] has them: one of some width whose tokens on a chip win more by the
-    product than it takes to round the weights."""
+    """Whether a layer of inputs x [..., T, K] and weights w [N, K] should use 8 bits: it is wide, and with its tokens on a chip the
+    product saves more time than rounding the weights takes."""
     chip, mesh = chip_of(settings.generation), settings.mesh
     parts = 1 if mesh is None else mesh.shape["dp"] * (mesh.shape["sp"] if settings.sequence else 1)
     least = BYTES_OF_A_WEIGHT * chip.flops / chip.hbm_bandwidth
@@ -84,12 +84,12 @@ def takes(x: Array, w: Array, settings: Settings) -> bool:
 
 
 def is_wide(w: Array) -> bool:
-    """Whether weights [N, K] of a layer may be narrow."""
+    """Whether weights [N, K] of a layer are wide enough for 8 bits."""
     return w.dtype == jnp.bfloat16 and w.ndim == 2 and min(w.shape) >= LANES
 
 
 def narrow_product(x: Array, w: Array) -> Float[Array, "... N"]:
-    """The values x [..., K] times w [N, K], without their scales, in float32."""
+    """The product of values x [..., K] and w [N, K], without their scales, in float32."""
     wide = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     dimensions = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
     how = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": wide}

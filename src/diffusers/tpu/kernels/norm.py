@@ -1,7 +1,7 @@
-"""Layer or RMS norm of tokens over all channels and what is done to it, in one pass.
+"""Layer or RMS norm of tokens over all channels, and operations on its result, in one pass.
 
-The compiler takes three: for the mean, for the deviation and for the result. This kernel reads x once and writes once, and
-rounds where upstream does.
+The compiler takes three passes: for the mean, for the deviation and for the result. This kernel reads x once and writes once,
+and rounds where upstream does.
 """
 
 import functools
@@ -21,8 +21,8 @@ from .settings import Settings
 
 
 BLOCK_BYTES = 5 << 19  # of x, and of the result: two buffers each
-LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
-# Nor where all of a chip's stay in VMEM, narrow rows and others: SD 1.5's step on v6e-1 5.6 ms, by the kernel 5.8.
+LEAST_ROWS = 256  # of a chip; with fewer the compiler is no slower
+# Bytes of a chip (True: narrow rows), below which rows stay in VMEM: SD 1.5's step on v6e-1 takes 5.6 ms, by the kernel 5.8.
 LEAST_WIDTH, LEAST_BYTES = 1024, {True: 8 << 20, False: 2 << 20}
 TILE_ROWS = 32  # in registers at once, one row of lanes of them
 
@@ -32,7 +32,7 @@ class Norm:
     """(x - mean) / sqrt(variance + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight.
 
     Attributes:
-        weight, bias: of all channels, or of the D entries of a head: then each head is normed by itself.
+        weight, bias: of all channels, or of the D entries of a head: then each head is normalised by itself.
         centred: layer norm, not RMS.
     """
 
@@ -42,17 +42,17 @@ class Norm:
     centred: bool = False
 
 
-Step = tuple[str, Float[Array, "B|1 1 C"]]  # a name of `OPERATIONS`, and with what
+Step = tuple[str, Float[Array, "B|1 1 C"]]  # a name in `OPERATIONS`, and its operand
 OPERATIONS = {"times": jnp.multiply, "plus": jnp.add}
 
 
 def normed(
     x: Float[Array, "B T C"], norm: Norm, settings: Settings, steps: tuple[Step, ...] = (), wide: bool = False
 ) -> Float[Array, "B T C"] | None:
-    """The norm of x and what is done to it in these steps, in x's dtype, on all chips; None where the kernel does not take it.
+    """The norm of x, followed by `steps`, in x's dtype, on all chips; None for a call that the kernel does not support.
 
     Args:
-        wide: nothing is rounded before the end; else the norm is, and each step.
+        wide: only the result is rounded; else the norm and each step are.
     """
     if not settings.own_layers or x.dtype != jnp.bfloat16 or x.ndim != 3 or not whole_lanes(x.shape[2]):
         return None
@@ -74,7 +74,7 @@ def normed(
 
 
 def mean_of(parts: Iterable[Float[Array, "R L"]]) -> Float[Array, "R 1"]:
-    """Of rows that are these parts side by side."""
+    """The mean of rows that are these parts side by side."""
     sums, width = {}, 0
     for part in parts:
         last = part.shape[-1]
@@ -94,7 +94,7 @@ def _plainly(x, *vectors, eps, centred, **how):
 
 
 def _followed(x, vectors, dtype, names: tuple[str, ...], own: int, wide: bool):
-    """The norm x in float32, with what is done to it: the first `own` are of the norm itself."""
+    """The norm x in float32 with operations applied; the first `own` are the norm's weight and bias."""
     for n, (name, vector) in enumerate(zip(names, vectors)):
         if n >= own and not wide:
             x = x.astype(dtype).astype(jnp.float32)

@@ -15,8 +15,8 @@ from ..chips.figures import MIB, chip_of
 
 LANES, SUBLANES = 128, 8  # of a register of 32-bit numbers
 LOG2_E = math.log2(math.e)  # exponentials are to base 2
-ROWS = 16  # of one of bfloat16: its sublanes
-MARGIN = 12 * MIB  # of VMEM, the compiler's
+ROWS = 16  # sublanes of a register of bfloat16
+MARGIN = 12 * MIB  # VMEM that is left to the compiler
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -25,7 +25,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def cost(*arrays, flops: float = 0, transcendentals: float = 0) -> pl.CostEstimate:
-    """Of a kernel that reads or writes these arrays once. Without it the compiler starts exchanges far too early."""
+    """The cost of a kernel that reads or writes these arrays once. Without it the compiler starts exchanges far too early."""
     return pl.CostEstimate(
         flops=int(flops),
         transcendentals=int(transcendentals),
@@ -39,8 +39,8 @@ def call_kernel(
     """Name -> array of the outputs of `kernel`, whose one argument has all references by name.
 
     Args:
-        operands: name -> (array, block); outputs: name -> (shape and dtype, block); scalars, fetched before: name -> array.
-        parallel: so many first axes of the grid are of programs that do not depend on each other.
+        operands: name -> (array, block); outputs: name -> (shape and dtype, block); scalars, prefetched: name -> array.
+        parallel: number of leading axes of the grid whose steps are independent.
         work: its `cost`.
     """
     names = (*scalars, *operands, *outputs, *scratch)
@@ -71,8 +71,8 @@ def vmem_room(generation: str | None) -> int:
 
 
 def layer_of_stack(layer, shape: tuple[int, ...], place, number: int = 0) -> tuple[dict, pl.BlockSpec]:
-    """Scalars of `call_kernel`, and the block of weights of this shape: of the layer of this number in a stack of them (of several
-    numbers of the one at `number`), or of weights by themselves where it is None. `place`: from the grid's first index to the block's."""
+    """(scalars for `call_kernel`, block of weights of this shape). `layer`: index into a stack of weights, or several indices, of
+    which `number` selects one; None: the weights are not stacked. `place`: block indices from the grid's first index."""
     if layer is None:
         return {}, pl.BlockSpec(shape, lambda n, *_: place(n))
     return {"layer": layer.reshape(-1)}, pl.BlockSpec(
@@ -81,22 +81,22 @@ def layer_of_stack(layer, shape: tuple[int, ...], place, number: int = 0) -> tup
 
 
 def with_gradients_of(plain, kernel):
-    """`kernel`, a function of arrays, whose gradients are those of `plain`, computed again from the arguments."""
+    """`kernel`, a function of arrays, with the gradients of `plain`, recomputed from the arguments."""
     run = jax.custom_vjp(kernel)
     run.defvjp(lambda *given: (kernel(*given), given), lambda given, gradient: jax.vjp(plain, *given)[1](gradient))
     return run
 
 
 def product(x, y, axis: int = 0):
-    """x [M, K] times y, whose `axis` is K, in float32."""
-    # Products of bfloat16 operands are exact; asked for more, the compiler refuses them.
+    """x [M, K] times y, whose `axis` has the K entries to sum over, in float32."""
+    # Products of bfloat16 operands are exact; the compiler refuses a higher precision for them.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((1,), (axis,)), ((), ()))
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def added_up(x: Float[Array, "R W"], ones: Float[Array, "W C"], parts: int = 3):
-    """x in float32 times a matrix of zeros and ones in bfloat16. `parts`: of bfloat16, that x is the sum of, nearly enough."""
+    """x in float32 times a bfloat16 matrix of zeros and ones. `parts`: how many bfloat16 parts x is split into."""
     total, left = 0.0, x
     for _ in range(parts):
         part = left.astype(jnp.bfloat16)
@@ -105,5 +105,5 @@ def added_up(x: Float[Array, "R W"], ones: Float[Array, "W C"], parts: int = 3):
 
 
 def by_token(x: Float[Array, "B K S D"]) -> Float[Array, "B S K*D"]:
-    """All heads of a token side by side, as linear layers give them."""
+    """All heads of a token side by side, the layout of linear layers."""
     return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)

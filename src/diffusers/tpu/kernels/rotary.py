@@ -1,8 +1,8 @@
-"""RMS or layer norm, over all heads or of each, and rotation of pairs of entries by position: of queries and keys.
+"""RMS or layer norm of queries and keys, over all heads or per head, and rotation of pairs of entries by position.
 
 One kernel on a TPU reads x once and writes it once; XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes five
 passes. Both round where upstream does: after the norm and after the rotation, each computed in float32. Sums over a head of up to 128
-lanes are products with ones on the matrix unit, of bfloat16 parts, which a square of a bfloat16 number has two of.
+lanes are products with ones on the matrix unit, in bfloat16 parts; the square of a bfloat16 number is the sum of two.
 """
 
 import functools
@@ -24,13 +24,13 @@ from .settings import Settings
 
 
 BLOCK_ROWS = 256
-LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
+LEAST_ROWS = 256  # of a chip; with fewer the compiler is no slower
 TILE_ROWS = 64  # in registers at once, one head of them
 TILE_ROWS_OF_HEADS = {
     True: 256,
     False: 128,
-}  # each normed by itself, by whether it is smaller than a row of lanes: a product takes long
-MOST_LANES = 384  # in which heads of fewer than 128 entries end: four of 96
+}  # for a norm per head, by whether a head is smaller than a row of lanes: products have a long latency
+MOST_LANES = 384  # most lanes after which heads of fewer than 128 entries end at a whole row: four heads of 96
 
 
 def rotate_pairs(
@@ -38,7 +38,7 @@ def rotate_pairs(
 ) -> Float[Array, "... D"]:
     """(x_0, x_1) to (x_0 cos - x_1 sin, x_0 sin + x_1 cos) for every pair of neighbours, or of entries half a head apart.
 
-    cos and sin have each value where each of its pair is.
+    cos and sin hold each value twice, at both entries of its pair.
     """
     distance = x.shape[-1] // 2 if apart else 1
     first = _first_of_pairs(x.shape, distance, 2 * distance)
@@ -57,10 +57,9 @@ def normed_and_rotated(
     settings: Settings,
     apart: bool = False,
 ) -> Float[Array, "B T C"]:
-    """x normed, then every head of D entries rotated by the tables, cos and sin (`rotate_pairs`), alike for all samples or of each; in
-    x's dtype.
+    """x normalised, then every head of D entries rotated by the tables, cos and sin of `rotate_pairs`; in x's dtype.
 
-    Without tables nothing is rotated.
+    Tables are shared by all samples, or one per sample. Without tables nothing is rotated.
     """
     found = by_kernel(x, norm, tables, settings, apart)
     return _plainly(x, norm, tables, apart) if found is None else found
@@ -75,8 +74,8 @@ def by_kernel(
     rounded: bool = False,
     least_bytes: int = 0,
 ) -> Float[Array, "B T C"] | None:
-    """`normed_and_rotated`, on all chips; None where the kernel does not take it. Heads may lie over `tp`, also where the norm is of all
-    their channels and tables are as wide. `rounded`: before the weight, too. `least_bytes`: of x on a chip, on a TPU."""
+    """`normed_and_rotated` on all chips; None for a call that the kernel does not support. Heads may be split over `tp`, even if
+    norm and tables cover all channels. `rounded`: before the weight, too. `least_bytes`: fewest bytes of x on a chip (TPU only)."""
     dim = tables[0].shape[-1] if tables else norm.weight.size
     lanes = math.lcm(dim, LANES)
     whole = x.shape[-1] % lanes == 0 and (dim % LANES == 0 or lanes <= MOST_LANES and norm.weight.size == dim)
@@ -102,7 +101,7 @@ def by_kernel(
     def run(x, vectors, tables):
         if not wide:
             return found.run(local, (x, *vectors, *tables), specs)
-        inverse = inverse_of([x.astype(jnp.float32)], norm.eps)  # of a row's channels on all its chips
+        inverse = inverse_of([x.astype(jnp.float32)], norm.eps)  # over a row's channels on all chips
         return found.run(local, (x, *vectors, *tables, inverse), (*specs, P(*tuple(found.spec)[:2], None)))
 
     def plain(x, vectors, tables):
@@ -131,8 +130,8 @@ def _plainly(x, norm, tables, apart, rounded=False):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _rotated(x, cos, sin, apart: bool, dtype):
-    """`rotate_pairs`, of whose result numbers of this dtype are taken: its gradient is the rotation back, in which a product trades the
-    entries of pairs. Shifted by a lane the compiler writes them in float32."""
+    """`rotate_pairs`, whose result is cast to `dtype`. Its gradient is the inverse rotation, which swaps the entries of pairs by a
+    product: if they are shifted by a lane instead, the compiler writes them in float32."""
     return rotate_pairs(x, cos, sin, apart)
 
 
@@ -148,23 +147,23 @@ _rotated.defvjp(lambda x, cos, sin, apart, dtype: (rotate_pairs(x, cos, sin, apa
 
 
 def _mean_of_heads(x, dim: int, parts: int):
-    """Of each `dim` lanes, in all of them. `parts`: as of `added_up`."""
+    """The mean of each `dim` lanes, repeated in all of them. `parts`: as in `added_up`."""
     row, column = (lax.div(lax.broadcasted_iota(jnp.int32, (x.shape[1],) * 2, axis), dim) for axis in (0, 1))
     return added_up(x, (row == column).astype(jnp.bfloat16), parts) / dim
 
 
 def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scaled=False, rounded=False):
-    """`rounded`: as of `by_kernel`. `scaled`: what rows are multiplied by comes last, [B, T, 1]; x has a part of their channels."""
+    """`rounded`: as in `by_kernel`. `scaled`: the last operand [B, T, 1] has a factor per row; x has a part of its channels."""
     batch, tokens, width = x.shape
     scale, others = (others[-1:], others[:-1]) if scaled else ((), others)
     vectors, tables = ([weight, others[0]], others[1:]) if biased else ([weight], others)
     per_head = weight.size < width
     dim = tables[0].shape[-1] if tables else weight.size if per_head else LANES
     distance = (dim // 2 if apart else 1, dim)
-    wide = dim > LANES and bool(tables) and not apart and not per_head  # neighbours: of each row of lanes by itself
+    wide = dim > LANES and bool(tables) and not apart and not per_head  # pairs of neighbours stay in a row of lanes
     small, lanes = dim < LANES, LANES if wide else math.lcm(dim, LANES)
     by_products = per_head and dim <= LANES
-    # of wide tables: both in float32, twice, take 4 MiB of VMEM; at least a tile
+    # wide tables: both in float32, with two buffers, take 4 MiB of VMEM; at least a tile
     block_rows = max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS) if wide else BLOCK_ROWS
     vectors = [jnp.tile(vector, width // vector.size) for vector in vectors]
     tables = [jnp.tile(table, (*(1,) * (table.ndim - 1), lanes // dim)) for table in tables] if small else tables
@@ -175,7 +174,7 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
         grid, b, t = grid[::-1], 1, 0
 
     def normed(part, of_row):
-        """One part of a row, whose mean and inverse deviation `of_row` has if the norm is over all parts."""
+        """One part of a row, normalised. `of_row`: mean and inverse deviation of the row, if the norm is over all parts."""
         if by_products:
             half = x.dtype == jnp.bfloat16
             if centred:

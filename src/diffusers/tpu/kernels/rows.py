@@ -1,4 +1,4 @@
-"""How the rows of activations lie on the chips, for kernels whose rows are computed one by one: each chip has whole ones."""
+"""How the rows of activations are sharded, for kernels that compute rows independently: each chip has whole rows."""
 
 import math
 from collections.abc import Callable
@@ -14,25 +14,25 @@ from .pallas import LANES
 from .settings import Settings
 
 
-LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
-LEAST_WHOLE_ROWS = 128  # where every chip computes all rows: text, for which the compiler takes seconds a layer
-LEAST_UNEVEN = 2 * LANES  # columns or depth that are not whole lanes but half of them: of less most would be padding
+LEAST_ROWS = 1024  # of a chip; with fewer the compiler is no slower
+LEAST_WHOLE_ROWS = 128  # where rows are replicated: text, for which the compiler takes seconds a layer
+LEAST_UNEVEN = 2 * LANES  # columns or depth that may end in half a row of lanes; of fewer, most would be padding
 
 
 def whole_lanes(size: int) -> bool:
-    """Whether columns or depth of so many are whole lanes, or half of them at the end of several."""
+    """Whether `size` columns or depth are whole rows of lanes, or several rows of which the last is half full."""
     return not size % LANES or (size >= LEAST_UNEVEN and not size % (LANES // 2))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of [B, T, C] lie on the chips of `mesh`, each of which has whole ones.
+    """How the rows of [B, T, C] are sharded over `mesh`; each chip has whole rows.
 
     Attributes:
-        rows: of one chip.
-        least: the number from which on a kernel is better than the compiler.
+        rows: their number on one chip.
+        least: the number from which on a kernel is faster than the compiler.
         spec: of arrays with these rows.
-        pad_tokens: tokens behind the others, so that the chips of `sp` have equally many.
+        pad_tokens: padding behind the tokens, so that the chips of `sp` have equally many.
     """
 
     mesh: Mesh | None
@@ -42,7 +42,7 @@ class Rows:
     pad_tokens: int = 0
 
     def run(self, local: Callable, operands: tuple, specs: tuple[P, ...]) -> Array:
-        """`local` of every chip's part of the operands: those of this spec are filled up, and the result is cut again."""
+        """`local` of every chip's part of the operands. Those split over `sp` are padded, and the result is cut again."""
         if self.mesh is None:
             return local(*operands)
 
@@ -57,8 +57,8 @@ class Rows:
 
 
 def rows_over_mesh(shape: tuple[int, ...], settings: Settings, split: bool = False) -> Rows | None:
-    """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or nothing is known.
-    `split`: who asks knows how columns lie over `tp`."""
+    """How rows of [B, T, C], or of any shape on one chip, are sharded; None if columns are split too, or if it is unknown.
+    `split`: the caller handles columns that are split over `tp`."""
     mesh, least = settings.mesh, 1 if settings.interpreted else LEAST_ROWS
     if settings.chips == 1:
         return Rows(None, math.prod(shape[:-1]), least)

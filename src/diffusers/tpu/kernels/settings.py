@@ -1,6 +1,6 @@
-"""How the operations of one trace run: set around it by whoever traces (`CompiledModule`, a VAE, the planner).
+"""Settings of the operations in one trace, set around it by the code that traces (`CompiledModule`, a VAE, the planner).
 
-Outside of a trace the defaults hold: an operation runs where its arguments are.
+Outside of a trace the defaults apply: an operation runs where its arguments are.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ class Settings:
 
     Attributes:
         sequence: activations are split over `sp` by the sequence.
-        replicated: they are whole on every chip of `sp`, and computed there; with `sequence` False.
-        pad_tokens: tokens behind the sequence, so that the chips of `sp` have equally many: no attention sees them, and they are cut off.
+        replicated: activations are whole on every chip of `sp`, and computed there; with `sequence` False.
+        pad_tokens: padding behind the sequence, so that chips of `sp` have equally many: masked in attention, cut off at the end.
         kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`; `window` of denoisers only.
         platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
         layers, convolutions: as `TPUConfig.layers` and `TPUConfig.convolution_precision`.
         linear: as `TPUConfig.linear`, of denoisers only.
         sparse: frames, height and width of the latents of a video, and `TPUConfig.attention_sparsity`; None: all keys are seen.
-        differentiable: the trace will be differentiated: kernels are used by functions that have gradients.
+        differentiable: the trace will be differentiated: kernels are used through functions with gradients.
         tally: a `ModeCounter` of the attention kernel; None: nothing is counted.
 
-    Raises NotImplementedError for a TPU of a generation that nothing is known of, ValueError for numbers of 8 bits that it does not multiply.
+    Raises NotImplementedError for an unknown TPU generation, ValueError for a `linear` in 8 bits that it does not multiply.
     """
 
     mesh: Mesh | None = None
@@ -85,7 +85,7 @@ def current() -> Settings:
 
 @contextlib.contextmanager
 def bound(variable: contextvars.ContextVar, value):
-    """Inside, the variable has this value."""
+    """A context in which the variable has this value."""
     token = variable.set(value)
     try:
         yield value
@@ -99,5 +99,5 @@ def using(settings: Settings):
 
 
 def choosing(kernel: str | None):
-    """A context in which attention is this kernel, by name as in `TPUConfig.attention`; None leaves it as it is."""
+    """A context in which attention uses this kernel, a name of `TPUConfig.attention`; None changes nothing."""
     return using(current() if kernel is None else replace(current(), kernel=kernel))

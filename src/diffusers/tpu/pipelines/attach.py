@@ -1,7 +1,7 @@
-"""One model on the TPU path: attached and given back, whose it is, and what travels where it is copied or pickled.
+"""One model on the TPU path: attaching and detaching, its owners, and what its copies and pickles contain.
 
-Its methods take host tensors and answer with host tensors, for the pipelines that have it or by itself. `model.device` is "cuda" to
-the script that moved it there (`moving`). A deep copy is on the path like the original; a pickle is upstream's model.
+Its methods take host and device tensors. They return device tensors inside of the environment, else host tensors. To the script
+that moved it there `model.device` is "cuda" (`moving`). A deep copy is on the path like the original; a pickle is upstream's model.
 """
 
 import copy
@@ -29,12 +29,12 @@ from .plans import module_plan
 
 @dataclass(eq=False)
 class Ownership:
-    """Whose an attached model is."""
+    """The owners of an attached model."""
 
     pipelines: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # installed ones that have it
     alone: bool = False  # it was moved or installed by itself, and stays on the chips when no pipeline has it
-    asked: bool = False  # its configuration was given, not chosen
-    on_host: bool = False  # it was moved to the host, and stays a pipeline's
+    asked: bool = False  # a configuration was given for it by itself
+    on_host: bool = False  # the script moved it to the host; its pipelines keep it
 
 
 def target_devices() -> tuple:
@@ -52,7 +52,7 @@ def target_devices() -> tuple:
 def degrees_of(
     modules: dict[str, torch.nn.Module], devices: tuple, config: TPUConfig, wanted: tuple | None, branches: int = 1
 ) -> tuple[int, int, int]:
-    """(dp, sp, tp) for these models on these devices, `wanted` or by their number of guidance branches and their room. Raises as `plan_degrees`."""
+    """(dp, sp, tp) for these models on these devices: `wanted`, or by guidance branches and free HBM. Raises as `plan_degrees`."""
     models = {name: (module, module_plan(module)) for name, module in modules.items()}
     tp = 1 if wanted else tensor_degree(models, len(devices), room_on(devices[0], config)[1])
     return plan_degrees(len(devices), wanted, branches, slices_of(devices), tp)
@@ -61,7 +61,7 @@ def degrees_of(
 def resolved(
     config: TPUConfig | None, devices: tuple, modules: dict[str, torch.nn.Module], branches: int = 1
 ) -> TPUConfig:
-    """The configuration with its degrees in numbers, for these models; None: what the environment says.
+    """The configuration (None: defaults) with its mesh degrees resolved: its own, the environment's, or chosen for these models.
 
     Raises ValueError for degrees that these devices do not have, and for a ring that does not divide `sp`.
     """
@@ -75,7 +75,7 @@ def resolved(
 
 @functools.cache
 def of_model(config: TPUConfig) -> TPUConfig:
-    """What of a pipeline's configuration concerns each of its models: not its glue, nor which of them stay on the host."""
+    """The part of a pipeline's configuration that concerns each of its models: without `glue` and `host`."""
     return replace(config, glue="auto", host=())
 
 
@@ -89,13 +89,13 @@ def differences(ours: TPUConfig, theirs: TPUConfig) -> str:
 
 
 def runs(module) -> CompiledModule | HostModel | None:
-    """What runs this model, None where it is not attached."""
+    """The runner of this model; None where it is not attached."""
     attributes = getattr(module, "__dict__", {})
     return attributes.get("_tpu_runner") or attributes.get("_tpu_host")
 
 
 def owners(module, but=None) -> list:
-    """The installed pipelines that have this model, `but` left out."""
+    """The installed pipelines that have this model, except `but`."""
     owned = getattr(runs(module), "ownership", None)
     return [] if owned is None else [pipe for pipe in owned.pipelines if pipe is not but]
 
@@ -104,7 +104,7 @@ def owners(module, but=None) -> list:
 def attach(
     module, config: TPUConfig, mesh: Mesh, hbm_manager: HbmManager, on_host=False
 ) -> CompiledModule | HostModel:
-    """Take the module's methods over. `config`: `of_model` of a resolved one."""
+    """Replace the module's methods by those of a new runner, which is returned. `config`: `of_model` of a resolved one."""
     plan = module_plan(module)
     given = (module, plan.entries, mesh) if on_host else (module, plan, mesh, config, hbm_manager)
     runner = (HostModel if on_host else CompiledModule)(*given)
@@ -117,7 +117,7 @@ def attach(
 
 @exclusive
 def detach(module):
-    """Upstream's methods, and no arrays on the chips."""
+    """Restore upstream's methods and free the arrays on the chips."""
     if (runner := runs(module)) is not None:
         runner.detach()
         for name in _COPYING:
@@ -132,7 +132,7 @@ def is_on_chips(module) -> bool:
 
 @exclusive
 def move(runner: CompiledModule | HostModel, on_host: bool):
-    """The model was moved. To the TPU: its weights go there, if there is room. To the host: they leave until it is called."""
+    """Move the model's weights to the chips, if there is room, or free them there until its next call."""
     runner.ownership.on_host = on_host
     if on_host:
         leave_chips(runner)
@@ -142,7 +142,7 @@ def move(runner: CompiledModule | HostModel, on_host: bool):
 
 @exclusive
 def leave_chips(runner: CompiledModule | HostModel):
-    """The model's weights leave the chips; they come back when it is called."""
+    """Free the model's weights on the chips; its next call loads them again."""
     if isinstance(runner, CompiledModule):
         runner.hbm_manager.leave(runner)
 
@@ -152,8 +152,8 @@ def leave_chips(runner: CompiledModule | HostModel):
 
 @exclusive
 def install(module: torch.nn.Module, config: TPUConfig | None = None) -> torch.nn.Module:
-    """Run this model's methods on the TPU; returns the same model. Raises RuntimeError as `target_devices`; ValueError for a mesh that
-    does not fit, settings of pipelines, or settings other than those of an installed pipeline that has the model."""
+    """Run this model's methods on the TPU; returns the same model. Raises RuntimeError as `target_devices`; ValueError for a mesh
+    that does not fit, `TPUConfig.host`, or settings other than those of an installed pipeline that has the model."""
     devices = target_devices()
     if config is not None and config.host:
         raise ValueError(f"expected TPUConfig.host for a pipeline, got {config.host} for a {type(module).__name__}")
@@ -191,7 +191,7 @@ def _belongs(module, expected: str, got: str) -> str:
 
 
 def report(module: torch.nn.Module) -> dict:
-    """Mesh and programs of an attached model, bytes per chip and whether they are there."""
+    """Mesh and programs of a model, weight bytes per chip and whether they are there. Raises ValueError if it is not attached."""
     if (runner := runs(module)) is None:
         raise ValueError(
             f"expected a model on the TPU path, got a {type(module).__name__} without: diffusers.tpu.install(model) first"
@@ -200,14 +200,14 @@ def report(module: torch.nn.Module) -> dict:
 
 
 def explain(module: torch.nn.Module) -> str:
-    """Which rung of the `ladder` every submodule of an attached model took, and why, in lines of text."""
+    """In which mode every submodule of an attached model runs, and why, in lines of text."""
     return "\n".join(lines_of(type(module).__name__, report(module)["rungs"]))
 
 
 def component_report(runner: CompiledModule | HostModel) -> dict:
-    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, programs
-    let go of, traces, why calls run eagerly, why programs are not kept for other processes, which rung every module took, bytes
-    per chip and whether there, and with `TPUConfig.attention_tally` the shares of the softmax modes."""
+    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, evicted
+    programs, traces, why calls run eagerly, why programs are not kept for other processes, every module's mode, bytes per chip
+    and whether they are there, and with `TPUConfig.attention_tally` the shares of the softmax modes."""
     if isinstance(runner, HostModel):
         return {"rungs": rungs(runner)}
     facts = "entry", "branches", "compile_seconds", "recalled", "calls"
@@ -230,7 +230,7 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
         "on_chips": bool(placed and placed.arrays),
     }
     if runner.tally is not None:
-        jax.effects_barrier()  # what programs have run, they have also said
+        jax.effects_barrier()  # until all programs that ran have reported to the tally
         found["attention_ways"] = runner.tally.shares()
     return found
 
@@ -242,7 +242,7 @@ _COPYING = ("__getstate__", "__deepcopy__")
 
 
 def _upstream_state(module) -> dict:
-    """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back."""
+    """The module's attributes as in upstream: without those that `attach` added, and with those that it replaced."""
     attributes = {n: x for n, x in vars(module).items() if n not in _COPYING and not n.startswith("_tpu")}
     former = {name: value.tpu_own for name, value in attributes.items() if is_entry(value)}
     if isinstance(hook := attributes.get("_hf_hook"), ExecutionDevice):
@@ -251,7 +251,7 @@ def _upstream_state(module) -> dict:
 
 
 def _copied(module, memo: dict) -> torch.nn.Module:
-    """A deep copy that runs like the original: its own weights, which go to the chips when it is called."""
+    """A deep copy with its own weights, which its first call loads to the chips; on the host if the original runs there."""
     runner, new = runs(module), type(module).__new__(type(module))
     memo[id(module)] = new
     new.__setstate__(copy.deepcopy(module.__getstate__(), memo))

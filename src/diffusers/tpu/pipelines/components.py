@@ -1,7 +1,7 @@
-"""Which models an installed pipeline has, and what runs each: attached, shared with other pipelines, released.
+"""The models of an installed pipeline and their runners: attached, shared with other pipelines, released.
 
-Pipelines that share a model share its runner, so they have one configuration for it. A model that no installed pipeline has any
-more leaves the chips; its programs stay with it.
+Pipelines that share a model share its runner, and so its configuration. When no installed pipeline has a model any more, its
+weights on the chips are freed; its programs are kept.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from . import attach
 
 @dataclass(eq=False)
 class Installation:
-    """What `install` made of one pipeline."""
+    """The state of one installed pipeline."""
 
-    config: TPUConfig  # as in use, its mesh in numbers
+    config: TPUConfig  # resolved
     original: type
     mesh: Mesh
     glue: str
     hbm_manager: HbmManager  # one for all pipelines on these chips
-    held: dict[str, CompiledModule | HostModel] = field(default_factory=dict)  # what runs each model, by name
+    held: dict[str, CompiledModule | HostModel] = field(default_factory=dict)  # the runner of each model, by name
     former: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of models that the pipeline no longer has
-    leaving: weakref.finalize | None = None  # what happens when the pipeline is deleted
+    leaving: weakref.finalize | None = None  # called when the pipeline is deleted
     depth: int = 0
-    not_finite: list[str] = field(default_factory=list)  # components whose pictures of the last call had NaN in them
-    lock: threading.RLock = field(default_factory=threading.RLock)  # of one call at a time
+    not_finite: list[str] = field(default_factory=list)  # components whose pictures of the last call were not finite
+    lock: threading.RLock = field(default_factory=threading.RLock)  # one call at a time
 
     @contextlib.contextmanager
     def one_at_a_time(self):
-        """A thread's call of the pipeline; those of other threads come after it."""
+        """A context for one call of the pipeline; calls of other threads wait for it to end."""
         if not self.lock.acquire(blocking=False):
             with exclusive.released():
                 self.lock.acquire()
@@ -50,7 +50,7 @@ class Installation:
 
     @property
     def runners(self) -> dict[str, CompiledModule]:
-        """Of the models that are not kept on the host."""
+        """Runners of the models that are not kept on the host."""
         return {name: runner for name, runner in self.held.items() if isinstance(runner, CompiledModule)}
 
 
@@ -64,7 +64,7 @@ def modules_of(pipe) -> dict[str, torch.nn.Module]:
 
 
 def taken_over(pipe, modules: dict) -> TPUConfig | None:
-    """The configuration of the models that are attached already: of another pipeline's, else one that was asked for."""
+    """The configuration of models that are attached already: another pipeline's, else one given for a model; else None."""
     shared = {name: attach.runs(m) for name, m in modules.items() if attach.owners(m, but=pipe)}
     asked = [runner for runner in map(attach.runs, modules.values()) if runner is not None and runner.ownership.asked]
     config = next((runner.config for runner in (*shared.values(), *asked)), None)
@@ -73,7 +73,7 @@ def taken_over(pipe, modules: dict) -> TPUConfig | None:
 
 
 def check(pipe, modules: dict, config: TPUConfig):
-    """Raises ValueError where components cannot run as this configuration says."""
+    """Raises ValueError where `host` names no component, or a model is shared with a pipeline of another configuration."""
     if unknown := [name for name in config.host if name not in pipe.components]:
         raise ValueError(f"expected TPUConfig.host of components among {[*modules]}, got {unknown}")
     for name, module in modules.items():
@@ -91,7 +91,7 @@ def check(pipe, modules: dict, config: TPUConfig):
 
 
 def attach_all(pipe, state: Installation, modules: dict | None = None):
-    """A runner for every model of the pipeline as it is now; models that it has no more leave the chips.
+    """Attach every model that the pipeline has now, and release those that it no longer has.
 
     Raises ValueError, before any model is attached, where one belongs to a pipeline with another configuration.
     """
@@ -116,9 +116,9 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
 
 
 def release(pipe, state: Installation, name: str):
-    """The pipeline has this model no more: it leaves the chips, unless it is someone else's too."""
+    """Release a model that the pipeline no longer has: its weights on the chips are freed, unless it has other owners."""
     runner = state.held.pop(name)
-    if runner in state.held.values():  # under another name it still has it
+    if runner in state.held.values():  # the pipeline still has it under another name
         return
     state.former.add(runner)
     runner.ownership.pipelines.discard(pipe)
@@ -126,17 +126,17 @@ def release(pipe, state: Installation, name: str):
 
 
 def deleted(state: Installation):
-    """The pipeline is gone; its models may be someone's still."""
+    """The pipeline was deleted: free the weights of its models that have no other owner."""
     exclusive.soon(lambda: [_leave_if_free(runner) for runner in state.held.values()])
 
 
 def _leave_if_free(runner: CompiledModule | HostModel):
-    if not [*runner.ownership.pipelines] and not runner.ownership.alone:  # `len` counts what is just being deleted
+    if not [*runner.ownership.pipelines] and not runner.ownership.alone:  # `len` counts one that is being deleted
         attach.leave_chips(runner)
 
 
 def replaced(pipe, name: str, value):
-    """An attribute has changed: a model that was there leaves the chips now, not at the next call."""
+    """An attribute of the pipeline has changed: release the model that it held now, not at the next call."""
     state = installation(pipe)
     if state is not None and (runner := state.held.get(name)) is not None and attach.runs(value) is not runner:
         with exclusive:

@@ -1,12 +1,12 @@
-"""Names that a module beside upstream's has: `NAME_flax` exports every name of upstream's `NAME`."""
+"""Exports of the modules beside upstream's: `NAME_flax` exports every name of upstream's `NAME`."""
 
 import importlib.util
 from collections.abc import Callable
 
 
 def upstream_names(module: str) -> Callable:
-    """The `__getattr__` of the module of this name: what it does not define is upstream's, `Flax...` that of `NAME_nnx_flax`; a pipeline
-    of upstream's module installs itself."""
+    """`__getattr__` for the module of this name. Names that it does not define come from upstream's module, `Flax...` from
+    `NAME_nnx_flax`; pipelines of upstream's module install themselves."""
     upstream = module.removesuffix("_flax")
     in_jax = f"{upstream}_nnx_flax"
 

@@ -1,7 +1,7 @@
-"""Inside of a pipeline's call: what upstream's code handles there, and what the user's code in it gets to see.
+"""Inside of a pipeline's call: device tensors for upstream's code, host tensors for the user's callbacks.
 
-A loop on the device ("resident") handles device tensors. Callbacks are the user's code: they run as outside of the call, with host
-tensors, plain torch and torch's random state; what they return or write goes back to the chips.
+A loop on the device ("resident") works on device tensors. Callbacks run as outside of the call, with host tensors, plain torch and
+torch's random state. Tensors that they return or write to are copied back to the chips.
 """
 
 import contextvars
@@ -24,12 +24,12 @@ _inside = contextvars.ContextVar("diffusers_tpu_in_a_call", default=False)
 
 
 def in_a_call() -> bool:
-    """Whether upstream's code of an installed pipeline's call is running: not the user's, in a callback."""
+    """Whether upstream's code is running in an installed pipeline's call; False in the user's callbacks."""
     return _inside.get()
 
 
 def inside(value: bool = True):
-    """A context in a pipeline's call; False: out of it for a while, in the user's code."""
+    """A context that marks a pipeline's call; False: the user's code within one."""
     return bound(_inside, value)
 
 
@@ -39,7 +39,7 @@ def on_host(tree):
 
 
 def bring_attributes(*objects):
-    """Device tensors that objects (schedulers) keep as attributes after a call come to the host."""
+    """Copy the device tensors that objects (schedulers) keep as attributes to the host."""
     for owner in objects:
         for name, value in vars(owner).items():
             if any(bridge.on_device(leaf) for leaf in tree_leaves(value)):
@@ -47,7 +47,7 @@ def bring_attributes(*objects):
 
 
 def with_user_callbacks(kwargs: dict) -> dict:
-    """Arguments of a call whose callbacks run as the user's code does."""
+    """A call's arguments, with callbacks wrapped so that they run as outside of the call."""
     kwargs = dict(kwargs)
     for name in CALLBACKS:
         callback = kwargs.get(name)
@@ -59,7 +59,7 @@ def with_user_callbacks(kwargs: dict) -> dict:
 
 
 class _UsersCallbacks(MultiPipelineCallbacks):
-    """Upstream's callback object, or several; pipelines ask for its class and what it wants to see."""
+    """Wraps upstream's callback object, or several; pipelines check its class and read its `tensor_inputs`."""
 
     def __init__(self, callback: PipelineCallback | MultiPipelineCallbacks):
         super().__init__([callback])

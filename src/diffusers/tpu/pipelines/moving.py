@@ -3,11 +3,11 @@
 | | a model by itself | a component of an installed pipeline |
 |---|---|---|
 | an accelerator's name | on the path, weights on the chips as far as there is room | weights on the chips |
-| "cpu" | off the path, upstream's again | its weights leave the chips until it is called |
+| "cpu" | off the path, upstream's again | its weights on the chips are freed until its next call |
 | a dtype | its weights are converted, as upstream does it | the same |
 
-`model.device` depends on who asks: a script gets where it put the model, and makes its tensors there, which are the host's; code of
-the libraries, of a pipeline's call and of a model's methods gets where the parameters are.
+`model.device` depends on the caller. A script gets the device that it moved the model to; tensors that it makes there are host
+tensors. Libraries, and code in a pipeline's call or a model's methods, get the device of the parameters.
 """
 
 import functools
@@ -29,7 +29,7 @@ LIBRARIES = ("accelerate", "diffusers", "peft", "torch", "torchax", "transformer
 
 
 def replace(replacements: Replacements):
-    """Let moves by name reach the TPU path. Imports nothing large."""
+    """Replace the methods that move models by name. Imports nothing large."""
     for name, call in (("to", _to), ("cuda", _cuda), ("cpu", _cpu)):
         replacements.wrap(torch.nn.Module, name, call)
 
@@ -83,7 +83,7 @@ def _cpu(original, self):
 
 def _device(original: property, self) -> torch.device:
     attach, frame = sys.modules.get(f"{__package__}.attach"), sys._getframe(1)
-    if frame.f_code.co_name == "device":  # a pipeline's, which passes the question on
+    if frame.f_code.co_name == "device":  # a pipeline's property, which reads its models'
         frame = frame.f_back
     asked_by = frame.f_globals.get("__name__", "").partition(".")[0]
     if attach is None or not attach.is_on_chips(self) or asked_by in LIBRARIES:
@@ -95,7 +95,7 @@ def _device(original: property, self) -> torch.device:
 
 
 def _built(init, self, *args, **kwargs):
-    """A modular pipeline runs on the TPU from its construction on, as one that was loaded does."""
+    """Install a modular pipeline when it is constructed, as others when they are loaded."""
     init(self, *args, **kwargs)
     if is_active():
         from . import pipeline
@@ -131,12 +131,12 @@ def _from_pretrained(load, cls, *args, device_map=None, **kwargs):
     if on_tpu:
         from . import attach
 
-        attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)  # its weights go when it is called
+        attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)  # its first call loads the weights
     return loaded
 
 
 def resolve_device_map(device_map) -> tuple:
-    """(what the loader is to do about a model's `device_map`, is the model for the TPU).
+    """(the `device_map` for the loader, whether the model is to run on the TPU).
 
     Raises NotImplementedError for a map by submodule that names an accelerator.
     """
@@ -154,15 +154,15 @@ def resolve_device_map(device_map) -> tuple:
 
 
 def _moved(module: torch.nn.Module, convert, device) -> torch.nn.Module:
-    """The module where the script wants it. `convert(device=None)` does upstream's part of the move."""
+    """Move the module to the device and return it. `convert(device=None)` does upstream's part of the move."""
     on_tpu = names_accelerator(device)
     if not on_tpu and f"{__package__}.attach" not in sys.modules:
-        convert(device)  # nothing can be on the path yet
+        convert(device)  # no model can be attached yet
         return module
     from ..compile import tracing
     from . import attach, glue
 
-    if glue.in_a_call() or tracing.tracing():  # upstream's own moves between its devices mean nothing there
+    if glue.in_a_call() or tracing.tracing():  # upstream's own moves to an accelerator have no effect there
         convert(*(() if on_tpu else (device,)))
         return module
     known = models_in(module)
@@ -188,7 +188,7 @@ def _moved(module: torch.nn.Module, convert, device) -> torch.nn.Module:
 
 
 def models_in(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The models of diffusers and transformers that this module is or is made of, outermost ones."""
+    """The outermost models of diffusers and transformers in this module, or the module itself if it is one."""
     from ...models.modeling_utils import ModelMixin
 
     transformers = sys.modules.get("transformers.modeling_utils")

@@ -1,8 +1,8 @@
-"""Install and uninstall the TPU path on one pipeline instance: the one place that knows every other room.
+"""Installs and uninstalls the TPU path on one pipeline instance.
 
 An installed pipeline is an instance of a subclass of its own class, of the same name. Upstream's `__call__` runs as written: on
-device tensors where the pipeline has a plan (glue "resident", the loop on the device), else on host tensors (glue "host").
-A deep copy is installed like the original. A pickle is of upstream's class.
+device tensors with glue "resident" (the loop on the device), on host tensors with glue "host". `TPUConfig.glue` or the pipeline's
+plan chooses. A deep copy is installed like the original. A pickle is of upstream's class.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from .stepping import as_programs, under_its_name
 
 @exclusive
 def install(pipe, config: TPUConfig | None = None):
-    """Route the models of this pipeline instance through JAX; returns the same instance. Without a `config`, one that shares models with
-    an installed pipeline takes over that one's.
+    """Run the models of this pipeline instance through JAX; returns the same instance. Without `config`, a pipeline that shares
+    models with an installed one uses that one's configuration.
 
     Raises RuntimeError as `attach.target_devices`, ValueError for a mesh that does not fit, or models of a pipeline with another
     configuration.
@@ -85,7 +85,7 @@ def uninstall(pipe):
 
 
 def report(pipe) -> dict:
-    """Mesh, glue and, by component, programs (entry, shapes, seconds, calls), bytes per chip and whether they are there."""
+    """Mesh, glue and, by component, programs (entry, shapes, seconds, calls), bytes per chip and whether they are on the chips."""
     if (state := installation(pipe)) is None:
         raise ValueError("expected a pipeline on the TPU path, got one without: diffusers.tpu.install(pipe) first")
     return {
@@ -97,7 +97,7 @@ def report(pipe) -> dict:
 
 
 def explain(pipe) -> str:
-    """Which rung of the `ladder` every module of every component took, and why, in lines of text."""
+    """In which mode every module of every component runs, and why, in lines of text."""
     report(pipe)  # or raises
     return "\n".join(
         line for name, runner in installation(pipe).held.items() for line in lines_of(name, rungs(runner))
@@ -149,7 +149,7 @@ class TPUPipelineMixin:
 
     @property
     def _execution_device(self) -> torch.device:
-        """In a call where upstream's code handles its tensors; to a script the accelerator."""
+        """In a call, the device of upstream's tensors; to a script, the accelerator."""
         if installation(self) is None:
             return super()._execution_device
         return (
@@ -162,7 +162,7 @@ class TPUPipelineMixin:
         return super().device if installation(self) is None else self._execution_device
 
     def enable_model_cpu_offload(self, *args, **kwargs):
-        """Not needed: weights are sharded over all chips; models without room wait on the host."""
+        """Not needed: weights are sharded over all chips; models that do not fit are kept on the host until they are called."""
         if installation(self) is None:
             return super().enable_model_cpu_offload(*args, **kwargs)
         notices.warn_once("enable_model_cpu_offload")
@@ -182,7 +182,7 @@ class TPUPipelineMixin:
         replaced(self, name, None)
 
     def __deepcopy__(self, memo: dict):
-        """A copy with models of its own, on the TPU path as this one is."""
+        """A copy with models of its own, installed if this pipeline is."""
         state = installation(self)
         new = object.__new__(type(self) if state is None else state.original)
         memo[id(self)] = new
@@ -206,7 +206,7 @@ def tpu_class(cls: type) -> type:
 
 @functools.cache
 def self_installing(cls: type, module: str) -> type:
-    """The class that `module` exports for `cls`: the same name and signature; an instance installs itself if it can."""
+    """The class that `module` exports for `cls`: the same name and signature; instances install themselves if the path is on."""
 
     @functools.wraps(cls.__init__)
     def __init__(self, *args, **kwargs):
@@ -221,7 +221,7 @@ def self_installing(cls: type, module: str) -> type:
 
 
 def _inherited(cls: type, name: str):
-    """A method as the classes above this one have it when it is called: a script may replace it there."""
+    """A method that looks up the base classes' method at each call, as a script may replace it there."""
 
     @functools.wraps(getattr(cls, name))
     def run(self, *args, **kwargs):
@@ -231,7 +231,7 @@ def _inherited(cls: type, name: str):
 
 
 def entered(method):
-    """A method of a pipeline that handles tensors, run in the environment of a call; its results come to the host."""
+    """A pipeline's method, wrapped to run in the environment of a call and to return host tensors."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
@@ -269,7 +269,7 @@ def entered(method):
 
 @contextlib.contextmanager
 def _running(pipe, state: Installation):
-    """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh. Gives what `nans` notes."""
+    """A context for a call: attaches new components; resident glue enters the environment on the mesh. Yields what `nans` notes."""
     attach_all(pipe, state)
     env, noted, outermost = bridge.environment(), None, state.depth == 0
     with contextlib.ExitStack() as stack:

@@ -24,7 +24,7 @@ from . import glue
 
 
 VAE_ENTRIES = ("encode", "decode")
-# From a caller to a model.
+# Modules whose frames lie between a pipeline's code and a model's.
 CALLED_THROUGH = ("contextlib", "accelerate.", "peft.", "torch.", "transformers.", __package__.rpartition(".")[0])
 FLAX = "AutoencoderKLWan", "AutoencoderKLHunyuanVideo15", "AutoencoderKLCogVideoX"  # in plain JAX too
 
@@ -39,7 +39,7 @@ class PipelinePlan:
     host: tuple[str, ...] = ()  # models that stay on the host: upstream's loop asks for gradients through them
 
     def branches(self, pipe=None) -> int:
-        """Guidance branches of a step, which `dp` can hold side by side. A guider says how many; without one two."""
+        """How many guidance branches of a step `dp` can run side by side: the guider's number, two without a guider."""
         if self.guided_in_batch:
             return 2
         guider = getattr(pipe, "guider", None)
@@ -93,8 +93,8 @@ def flax_class(name: str) -> type:
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
-    """The plan of the module's class, if it has one, and what upstream declares of what that leaves open. Where chips share the tokens,
-    weights of blocks that meet none are split; others that meet none too, where weights stay whole."""
+    """The plan of the module's class, completed by what upstream declares. With `parallel`, layers that compute scales and shifts,
+    which read no tokens, are split by their outputs: those of blocks, and with `whole` all others as well."""
     plan = _plan_of(module)
     vectors = _of_vectors(module, "" if plan.whole else "*") if plan.parallel else ()
     if not vectors:
@@ -105,24 +105,24 @@ def module_plan(module: torch.nn.Module) -> ModelPlan:
 
 
 def _of_others(rules: Rules, first: Rules, module: torch.nn.Module) -> Rules:
-    """Those of the rules that name other weights than the `first` ones do, or none at all."""
+    """The rules that match a weight that the `first` rules do not, or no weight at all."""
     taken = {name: rule_of(name, first)[1] is not None for name, _ in module.named_parameters()}
     named = {rule: [name for name in taken if rule_of(name, (rule,))[1] is not None] for rule in rules}
     return tuple(rule for rule, names in named.items() if not names or not all(map(taken.get, names)))
 
 
 def _is_split(name: str, axis: int, rules: Rules) -> bool:
-    """Whether the first rule that names a weight lays this axis of it over `tp`."""
+    """Whether the first rule that matches a weight splits this axis of it over `tp`."""
     _, spec = rule_of(name, rules)
     return spec is not None and spec[axis : axis + 1] == ("tp",)
 
 
 def _of_vectors(module: torch.nn.Module, of: str) -> Rules:
-    """A rule for the linear layers that give scales and shifts of a time's embedding: of several times its width, behind its activation.
-    `of`: what their names have, blocks as `blocks.*.`."""
+    """A rule for the linear layers that compute scales and shifts of a timestep's embedding: behind a SiLU, with at least twice as
+    many outputs as inputs. `of`: a text that their names contain, with blocks as `blocks.*.`."""
     found = set()
     for name, part in module.named_modules():
-        children = ((key, getattr(one, "base_layer", one)) for key, one in part.named_children())  # PEFT's wraps it
+        children = ((key, getattr(one, "base_layer", one)) for key, one in part.named_children())  # PEFT wraps it
         layers = [(key, one) for key, one in children if isinstance(one, (torch.nn.SiLU, torch.nn.Linear))]
         if [type(one) for _, one in layers] == [torch.nn.SiLU, torch.nn.Linear]:
             key, layer = layers[1]
@@ -133,7 +133,7 @@ def _of_vectors(module: torch.nn.Module, of: str) -> Rules:
 
 
 def _either(globs: Iterable[str]) -> str:
-    """A regular expression of these names. Of a run of blocks a weight's name has `*` or a range in the place of the number."""
+    """A regular expression of these names; in a weight's name a run of blocks has `*` or a range in place of the number."""
     return "|".join(re.escape(glob).replace(r"\*", r"[^.]+") for glob in globs)
 
 
@@ -151,13 +151,13 @@ def _plan_of(module: torch.nn.Module) -> ModelPlan:
 
 
 def _without_cache(arguments: dict) -> dict:
-    """A pipeline's text encoder reads its prompt once: the key-value cache that a language model would fill is read by scripts alone."""
+    """`use_cache=False` for a text encoder in a pipeline, which reads its prompt once: only scripts read the key-value cache."""
     given = {**arguments.get("kwargs", {}), **arguments}
     return {} if given.get("use_cache") is not None or not _in_a_pipeline() else {"use_cache": False}
 
 
 def _in_a_pipeline() -> bool:
-    """Whether code of a pipeline calls a model, upstream's without the TPU path too, as where its calls are recorded."""
+    """Whether a pipeline's code calls the model; also upstream's without the TPU path, as where calls are recorded."""
     if glue.in_a_call():
         return True
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
@@ -165,8 +165,8 @@ def _in_a_pipeline() -> bool:
     return caller.startswith(__package__.split(".")[0])
 
 
-# Plans from what upstream's classes declare: which blocks are repeated, between which the sequence lies over `sp`, and `_tp_plan`, a
-# style by the glob of a linear layer, weight [out, in] and bias: "colwise", its outputs lie over `tp`; "rowwise", its inputs.
+# Plans from what upstream's classes declare. Between repeated blocks the sequence is split over `sp`. `_tp_plan` has a style for
+# each glob of linear layers' names, weight [out, in] and bias: "colwise" splits the outputs over `tp`, "rowwise" the inputs.
 
 
 STYLES = {
@@ -177,9 +177,9 @@ PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
 
 
 def declared_plan(module: torch.nn.Module, beside: Rules = ()) -> ModelPlan:
-    """How chips share a model's work: by the sequence between its repeated blocks, and as it declares, but weights that rules `beside` name."""
+    """A plan from what the model declares: it splits the sequence between blocks, and weights that no rule of `beside` names."""
     repeated = {*(getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ())}
-    # Lists of the model's own: not those between a UNet's maps.
+    # Only the model's own lists, not those deeper in a UNet, between maps.
     lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
     by_blocks = any(is_repeated(block, repeated) for blocks in lists for block in blocks)
     declared = getattr(module, "_tp_plan", None) or (_in_and_out(module) if by_blocks else {})
@@ -190,7 +190,7 @@ def declared_plan(module: torch.nn.Module, beside: Rules = ()) -> ModelPlan:
 
 
 def _in_and_out(module: torch.nn.Module) -> dict:
-    """`_tp_plan` of a model without one: layers into the heads of an attention or the width of a feed-forward, and those out of it."""
+    """`_tp_plan` for a model without one: "colwise" into an attention's heads or a feed-forward's width, "rowwise" out of them."""
     found = {}
     for name, part in module.named_modules():
         linear = ((key, layer) for key, layer in part.named_modules() if isinstance(layer, torch.nn.Linear))
@@ -210,7 +210,7 @@ def _in_and_out(module: torch.nn.Module) -> dict:
 
 
 def _declared_rules(names: list[str], declared: dict) -> Rules:
-    """A rule for each kind of weight that is declared split over `tp`, of those of these names."""
+    """A rule for each kind of weight, among these names, that is declared split over `tp`."""
     rules = []
     for style, specs in STYLES.items():
         globs = [glob for glob, what in declared.items() if PACKED.get(type(what), what) == style]
@@ -221,14 +221,14 @@ def _declared_rules(names: list[str], declared: dict) -> Rules:
 
 
 def _declared_packed(module: torch.nn.Module, declared: dict) -> dict[str, Packed]:
-    """The projections in one weight, by its name: their proportions are the style's, or the layer's own."""
+    """By weight name, the projections that one weight holds; their proportions are the style's, or the layer's own."""
     found = {}
     packed = {glob: style for glob, style in declared.items() if type(style) in PACKED}
     for name, layer in module.named_modules() if packed else ():
         style = next((style for glob, style in packed.items() if fnmatch.fnmatch(name, glob)), None)
         if style is not None:
             axis = 1 if PACKED[type(style)] == "rowwise" else 0
-            layer = getattr(layer, "base_layer", layer)  # PEFT's wraps it
+            layer = getattr(layer, "base_layer", layer)  # PEFT wraps it
             blocks = style.blocks or (layer._tp_packed_row_blocks if axis else layer._tp_packed_col_blocks)
             unit = layer.weight.shape[axis] // sum(blocks)
             one = Packed(axis, tuple(unit * block for block in blocks))

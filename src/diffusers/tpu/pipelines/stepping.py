@@ -1,9 +1,9 @@
-"""A scheduler's step as one program: upstream's own lines, traced once for each step of a schedule, and found again.
+"""A scheduler's step as one program: upstream's own code, traced once for each step of a schedule, and cached.
 
-What the host knows of the scheduler (counters, tables, what it keeps of steps before) is the key; other tensors are arguments; what
-`step` leaves on the scheduler is put there again each time. Numbers that differ from step to step are arguments of the executable.
-A step that draws noise, asks for values on the chips, writes into what it is given, or runs code of the script's runs operation by
-operation.
+The cache key is what the host has of the scheduler (counters, tables, values kept from earlier steps) and of the call. Other
+tensors are arguments. Attributes that `step` sets on the scheduler are set again in each run. Numbers that differ from step to
+step are arguments of the executable. A step that draws noise, reads values on the chips, writes to its arguments, or calls code
+of the script runs operation by operation.
 """
 
 import contextlib
@@ -31,28 +31,28 @@ from ..compile.tracing.user_code import has_own_code, is_own
 
 
 LARGEST_TABLE = 1 << 16  # entries of a host tensor that a key holds
-MOST_SIZES = 64  # of what one scheduler steps
+MOST_SIZES = 64  # sets of argument shapes of one scheduler
 MOST_KEPT = 4096  # steps of one size
-Tree = tuple[list, object]  # leaves, and what holds them
+Tree = tuple[list, object]  # leaves and tree definition
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Unlike(Exception):
-    """A step that no program stands for."""
+    """A step that cannot run as one program."""
 
 
 @dataclass
 class Recorded:
-    """One step, as its key says it is."""
+    """The program of one step, for one cache key."""
 
     run: Callable[[list[jax.Array]], list[jax.Array]]  # its executable, with the numbers of this step bound
     output: Tree  # upstream's return value; arrays in it are `InputRef` and `OutputRef`
-    changed: dict[str, Tree]  # attributes of the scheduler that are others after it
-    gone: list[str]  # names of those that are no more
+    changed: dict[str, Tree]  # attributes of the scheduler that it changes
+    gone: list[str]  # names of those that it deletes
 
 
 class Steps:
-    """The steps of one scheduler. `original`: its own `step`."""
+    """The recorded steps of one scheduler. `original`: its own `step`."""
 
     def __init__(self, scheduler):
         self.scheduler = weakref.ref(scheduler)
@@ -79,7 +79,7 @@ class Steps:
             for name, tree in recorded.changed.items():
                 value = _made(tree, tensors, given, copies)
                 if type(value) is list and type(own.get(name)) is list:
-                    own[name][:] = value  # a list that the scheduler has stays itself
+                    own[name][:] = value  # the scheduler keeps its list object
                 else:
                     own[name] = value
             return _made(recorded.output, tensors, given, {})
@@ -101,7 +101,7 @@ class Steps:
         with exclusive.pinned(), random_state_kept(tree_leaves((args, kwargs))):
             try:
                 closed = jax.make_jaxpr(step)([*arrays.values()])
-            except Exception:  # whatever it is, the operations one by one say it themselves
+            except Exception:  # the step then runs operation by operation, and raises any error itself
                 return None
             finally:
                 own.clear()
@@ -115,7 +115,7 @@ class Steps:
 
 
 def _stepped(original, call: tuple, own: dict, before: dict[str, Tree], numbers: dict[int, int], there: dict) -> tuple:
-    """The arrays that a step makes, and of `Recorded` output, changed and gone. `there`: tensors by number, in the others' place."""
+    """(arrays that a step makes, `output`, `changed` and `gone` of `Recorded`). `there`: by number, tensors to replace its own."""
     held = {n: t.jax() for n, t in there.items()}
     taken, outputs = {id(x): n for n, x in held.items()}, []
 
@@ -149,14 +149,14 @@ _steps: "weakref.WeakKeyDictionary[object, Steps]" = weakref.WeakKeyDictionary()
 
 
 def steps_of(scheduler) -> Steps:
-    """The steps that were recorded of this scheduler."""
+    """The steps that were recorded for this scheduler."""
     return _steps.setdefault(scheduler, Steps(scheduler))
 
 
 @contextlib.contextmanager
 def as_programs(schedulers: list) -> Iterator[None]:
-    """Inside, steps of these schedulers are programs, by their class, but of one whose `step` the user has replaced. One that pipelines
-    of several threads share is upstream's again when the first of them is done."""
+    """A context that changes these schedulers' class so that steps run as programs, except where the user replaced `step`. One that
+    pipelines of several threads share is of upstream's class again when the first of them is done."""
     for scheduler in schedulers:
         scheduler.__class__ = stepping_class(_upstreams(type(scheduler)))
     try:
@@ -172,7 +172,7 @@ def _upstreams(cls: type) -> type:
 
 @functools.cache
 def stepping_class(cls: type) -> type:
-    """`cls` under its own name, whose steps are programs where device tensors work."""
+    """A subclass of `cls`, under its name, whose steps run as programs inside of the environment."""
 
     @functools.wraps(cls.step)
     def step(self, *args, **kwargs):
@@ -197,19 +197,19 @@ def under_its_name(cls: type, bases: tuple[type, ...], **attributes) -> type:
 
 
 def _read(call: tuple, scheduler) -> tuple[tuple, list[torch.Tensor], dict[int, jax.Array]]:
-    """(the key, the tensors on the chips among the leaves, by their number arrays of those that are arguments). Raises Unlike."""
+    """(cache key, device tensors among the leaves, arrays of those that are arguments, by number). Raises Unlike."""
     if has_own_code(type(scheduler)):
         raise Unlike("its class has code of the script's")
     tensors, arrays, numbers, words = [], {}, {}, {}
     try:
-        leaves, spec = jax.tree.flatten((call, vars(scheduler)))  # which costs little beside torch's
+        leaves, spec = jax.tree.flatten((call, vars(scheduler)))  # much faster than torch's
     except (TypeError, ValueError) as error:
         raise Unlike("keys of a dict that have no order") from error
     for leaf in leaves:
         if bridge.on_device(leaf) and id(leaf) not in numbers:
             number = numbers[id(leaf)] = len(tensors)
             tensors.append(leaf)
-            values = bridge.known_values(leaf) if leaf.ndim <= 1 else None  # of a schedule, no latents
+            values = bridge.known_values(leaf) if leaf.ndim <= 1 else None  # of schedules, not of latents
             array = arrays[number] = leaf.jax()
             words[number] = array.shape, array.dtype, array.sharding
             if values is not None:
@@ -230,7 +230,7 @@ def _static(leaf):
     if isinstance(leaf, (float, FrozenDict)):  # its configuration
         return type(leaf), repr(leaf)
     if isinstance(leaf, torch.Generator):
-        return type(leaf)  # one that is drawn from has no program
+        return type(leaf)  # a step that draws from it is not recorded
     if not isinstance(leaf, _PLAIN) and is_own(leaf):
         raise Unlike("code of the script's")
     try:
@@ -241,7 +241,7 @@ def _static(leaf):
 
 
 def _bytes(values: torch.Tensor | np.ndarray) -> bytes:
-    """As they are now: numpy may have written to a tensor's memory, which torch does not count."""
+    """The current values: numpy may have written to a tensor's memory, which its version does not count."""
     return (bridge.as_numpy(values) if isinstance(values, torch.Tensor) else values).tobytes()
 
 
@@ -258,7 +258,7 @@ def _same(one: Tree, other: Tree) -> bool:
 
 
 def _made(tree: Tree, tensors: list, given: list, copies: dict):
-    """A tree with tensors in it; those of the host are the scheduler's own from here on: it may write to them."""
+    """A tree with tensors in place of references. Host tensors and arrays are copied, as the scheduler may write to them."""
     leaves = []
     for leaf in tree[0]:
         if isinstance(leaf, (InputRef, OutputRef)):

@@ -1,8 +1,8 @@
 """The TPU compiler asked before renting a TPU: does a model fit a slice, how fast is a step, and why.
 
-A plan is made by `published` and `building` (a pipeline without weights), `recording` (its calls), `work` and `meshes` (counts, guesses),
-`hlo`, `bundles`, `ici`, `timing` (compiled programs read), `kept`, `runs`, `advice`, `worker` (all of it, in the compiler's process) and
-`report`. `measured`: rates of a TPU in place of published ones. Beside them `ahead`: executables before a run; `profile`: a traced run.
+`published` and `building` make a pipeline without weights, `recording` its calls; `work` and `meshes` estimate them. `hlo`,
+`bundles`, `ici` and `timing` read compiled programs, `kept` caches them. `worker` makes a plan in the compiler's process, with
+`runs`, `advice` and `measured` rates; `report` prints it. `ahead` compiles executables before a run, `profile` reads a traced run.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ from .aot import run_in_child
 
 TIME_LIMIT = 900.0
 PLANS = "diffusers.tpu.planner.worker:answer"
-SIMULATED = "simulated"  # a topology: this machine's simulated chips
-READER = 3  # of figures: counted up by a change that reads other figures from the same programs
+SIMULATED = "simulated"  # the topology of this machine's simulated chips
+READER = 3  # version of the readers: raised by a change that reads other figures from the same programs
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the compiler's process: `function` and `request` as `aot.run_in_child` takes them."""
+    """A request to the compiler's process. `function` and `request` are the first two arguments of `aot.run_in_child`."""
 
     function: str
     request: dict
-    seconds: float = TIME_LIMIT  # the process is stopped after these
-    schedules: bool = True  # False compiles as a run does, for `compile_seconds`; times are worth nothing then
+    seconds: float = TIME_LIMIT  # time limit, at which the process is killed
+    schedules: bool = True  # False: compiles as a run does, for `compile_seconds`; other times are invalid
 
     def answer(self, on_progress: Callable[[str], None] = lambda text: None) -> dict:
-        """From disk if the same code and versions were asked before. Raises as `aot.run_in_child`."""
+        """The child's result, cached on disk for the same request, code and versions. Raises as `aot.run_in_child`."""
         cache, name = DiskCache.of("plans"), self._key()
         if (known := cache.find(name)) is not None:
             return known
@@ -52,7 +52,7 @@ class Question:
         return result
 
     def _key(self) -> str:
-        """Changes with the question, our code, the packages and what the model's configuration holds now."""
+        """The cache key: a digest of the request, our code, the packages' versions and the model's configuration files."""
         said = json.dumps([self.function, self.request, self.schedules, sources()], sort_keys=True)
         digest = hashlib.sha256(said.encode())
         directory = directory_of(self.request["model"]) if "model" in self.request else None
@@ -71,7 +71,7 @@ def plan(
 ) -> dict:
     """The plan of a model on a slice, as `diffusers-tpu plan --json` prints it. Arguments: see `request_of` and `Question`.
 
-    Raises ValueError for what cannot be; else as `aot.run_in_child`.
+    Raises as `request_of` and `aot.run_in_child`.
     """
     question = Question(PLANS, request_of(model, topology, **asked), seconds)
     return {**question.answer(on_progress), "model": model}
@@ -93,23 +93,23 @@ def request_of(
     measured: dict | None = None,
     train: str | None = None,
 ) -> dict:
-    """What is asked for a plan.
+    """The request for a plan, which goes to the compiler's process as JSON.
 
     Args:
         model: a directory, a model in the hub's cache, or a published model's id or short name.
         topology: a name of `figures.TOPOLOGIES`; for executables also SIMULATED.
-        mesh: degrees dp, sp, tp; None: what the pipeline chooses itself; "auto": the best of several.
-        batch: prompts at once.
-        arguments: of the pipeline's call; what is left out is the model card's or the pipeline's default.
-        everything: compile also what is not the denoiser, instead of modelling it (a VAE takes the compiler minutes).
-        tiling: the VAE works in tiles; None: as the model card's script says.
+        mesh: degrees dp, sp, tp; None: the pipeline's own choice; "auto": the fastest that fits, of several compiled.
+        batch: number of prompts.
+        arguments: of the pipeline's call; others have the model card's value or the pipeline's default.
+        everything: compile all components; False: only the denoiser, and model the others (a VAE takes the compiler minutes).
+        tiling: whether the VAE works in tiles; None: as in the model card's script.
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
-        within: "module:name" of a context manager that programs are traced in, for benchmarks; None: of none.
+        within: "module:name" of a context manager in which programs are traced, for benchmarks; None: none.
         measured: rates of a report of `diffusers-tpu check`, as `measured.read_rates` reads them; None: published ones.
-        train: "lora" or "full": a step of training the denoiser, there and back, in place of a run.
+        train: "lora" or "full": plan one training step of the denoiser, forward and backward, instead of a run.
 
-    Raises ValueError: what was asked for cannot be; the message says what can.
+    Raises ValueError for an unknown topology, or a mesh whose product is not its number of devices.
     """
     request = dict(locals())
     devices = None if topology == SIMULATED else find_topology(topology).devices
@@ -124,19 +124,19 @@ def request_of(
 
 
 def directory_of(model: str) -> Path | None:
-    """Where the configuration of a directory or of a model in the hub's cache lies, "MODEL@PIPELINE" too; None: it has none."""
+    """The folder of a model's configuration: a directory, or one in the hub's cache, also for "MODEL@PIPELINE"; None: neither."""
     if Path(model).is_dir():
         return Path(model)
     if "@" in model:
         return directory_of(model.rpartition("@")[0])
     try:
         return Path(snapshot_download(model, local_files_only=True, allow_patterns="*.json"))
-    except (LocalEntryNotFoundError, ValueError, OSError):  # not cached, or not the form of an id
+    except (LocalEntryNotFoundError, ValueError, OSError):  # not cached, or not in the form of an id
         return None
 
 
 def sources() -> str:
-    """A digest of our code and of the versions of the packages: what an answer is made by. It stands among `versions`."""
+    """A digest of our code and of the packages' versions, on which every plan depends. A plan's `versions` include it."""
     digest = hashlib.sha256()
     for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "flax"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""What a plan says in words: notes, and what would fit where it does not."""
+"""The texts of a plan: notes on its figures, and suggestions if it does not fit."""
 
 from ..chips.figures import GIB, TOPOLOGIES
 from ..pipelines.plans import module_plan
@@ -9,7 +9,7 @@ TRIED_SLICES = 2
 
 
 def notes(run: PlannedRun) -> list[str]:
-    """What a reader should know of these figures."""
+    """Caveats to a plan's figures."""
     said, modules = [], run.recording.modules
     for name in sorted({part.name for part in run.parts if not part.compiled and not part.refused}):
         said.append(
@@ -41,7 +41,7 @@ def notes(run: PlannedRun) -> list[str]:
 
 
 def what_would_fit(planner, run: PlannedRun) -> list[str]:
-    """Ways out, each with its figure; the smallest slice that was compiled (by `worker.Planner`) and fits comes first."""
+    """Suggestions, each with its figure. The first is the smallest slice that fits, compiled by `planner`, a `worker.Planner`."""
     hbm, (fullest, held) = run.hbm, run.at_peak
     found = list(filter(None, [_smallest_slice(planner, run)]))
     texts = sum(size for name, size in held.items() if name.startswith("text_encoder"))
@@ -64,9 +64,9 @@ def what_would_fit(planner, run: PlannedRun) -> list[str]:
 
 
 def _smallest_slice(planner, run: PlannedRun) -> str | None:
-    """The smallest slice, of this generation first, whose compiled denoiser and the rest fit; compiled to be sure.
+    """The smallest slice that the run fits, this generation's first; at most `TRIED_SLICES` candidates are compiled to check.
 
-    None too where a VAE or a text encoder was asked for alone.
+    None if none of these fits, or if the plan has no denoiser (a VAE or a text encoder alone).
     """
     if not run.denoise:
         return None

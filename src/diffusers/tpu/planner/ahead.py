@@ -1,7 +1,7 @@
-"""A run's executables, made before it, on any machine: for a slice that is elsewhere, or for this machine's simulated chips.
+"""Compiles a run's executables in advance, on any machine: for a slice elsewhere, or for this machine's simulated chips.
 
-The calls are those that upstream's pipeline makes on models without weights (`recording`); each becomes the program that a run
-would trace, and is stored under the key that the run will ask for (`executables`).
+`recording` runs upstream's pipeline on models without weights to record its calls. Each call is traced and compiled as in a run,
+and stored under the key that the run will look up (`executables`).
 """
 
 import dataclasses
@@ -26,19 +26,20 @@ TIME_LIMIT = 3600.0
 
 
 def make(request: dict, folder: Path, on_progress: Callable[[str], None] = lambda text: None) -> dict:
-    """What `make_here` returns, from a process of its own, whose store is in this folder. Raises as `aot.run_in_child`."""
+    """Calls `make_here` in a child process whose disk cache is `folder`; returns its result. Raises as `aot.run_in_child`."""
     how = {"seconds": TIME_LIMIT, "schedules": False, "on_progress": on_progress}
     settings = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_CACHE": str(folder)}
     return run_in_child(f"{__name__}:make_here", request, environment=settings, **how)
 
 
 def make_here(request: dict, progress: Callable) -> dict:
-    """The executables of one run: `programs`, each a name, seconds and bytes, `bytes` of all; `weights` of each model in bytes; `left`: why others are not kept.
+    """Stores one run's executables. Returns `programs` of `_make`, all their `bytes`, `weights` of each model in bytes, `mesh`, and
+    `left`: why others are not stored.
 
     Args:
         request: as `planner.request_of` makes it; `topology` may be "simulated".
 
-    Raises BadRequest for what cannot be compiled.
+    Raises BadRequest for a request that cannot be compiled.
     """
     topology = request["topology"]
     devices = target_devices() if topology == SIMULATED else Compiler(find_topology(topology)).devices
@@ -62,7 +63,7 @@ def make_here(request: dict, progress: Callable) -> dict:
 
 
 def _make(recorded: RecordedCall, runner: CompiledModule, resident: bool, progress: Callable) -> dict | str:
-    """One program, made or found; why it is not kept, if it is not."""
+    """One program, compiled unless it is stored already: name, file, seconds, bytes. A text instead says why it is not stored."""
     call, name, executables = recorded.call, f"{recorded.component}.{recorded.call.entry}", runner.executables
     branches = recorded.together(runner, resident)
     runner.current()
@@ -75,7 +76,7 @@ def _make(recorded: RecordedCall, runner: CompiledModule, resident: bool, progre
         program = runner.trace(call, branches)
         runner.keep_guards(program, call)
         path = executables.cache.folder / program.key.name
-        was_there = isinstance(executables.cache.find(path.name, program.key.parts), Program)  # of the guards' values
+        was_there = isinstance(executables.cache.find(path.name, program.key.parts), Program)  # now with guards
     if not was_there:
         with out_of_memory_told():
             program.compile()

@@ -1,7 +1,7 @@
-"""Compiling for a TPU that is not here: the TPU compiler in libtpu runs on any machine.
+"""Compiles for TPUs on a machine that has none: the compiler in libtpu needs no TPU.
 
-`run_in_child` calls a function in a process that is ready for it; a crash or a hang there is an error here. `Compiler` is what such a
-function compiles with: it keeps the program's text, its memory and each operation's final schedule (bundles of the core's instructions).
+`run_in_child` calls a function in a child process that is set up for libtpu; a crash or a hang of the child raises here. There,
+`Compiler` returns a compiled program's text, its memory and each operation's final schedule (bundles of the core's instructions).
 """
 
 import contextlib
@@ -31,15 +31,15 @@ SCHEDULE_FLAGS = (
     "--xla_jf_dump_category_filter=codegen",
     "--xla_jf_dump_llo_pass_label_regex=^final_bundles",
 )
-DUMP_VARIABLE = "DIFFUSERS_TPU_SCHEDULES"  # from run_in_child to its child
+DUMP_VARIABLE = "DIFFUSERS_TPU_SCHEDULES"  # from run_in_child to its child: the folder of schedules
 
 
 class ChildError(Failure):
-    """The child crashed or ran out of time; the message ends with its last lines."""
+    """The child crashed or reached its time limit; the message ends with its last lines of output."""
 
 
 class OutOfMemory(Failure):
-    """The compiler found no room on the chip. `asked` and `limit` in bytes, None where its message names none."""
+    """The compiler ran out of memory on the chip. `asked` and `limit`: bytes in its message, None if it names none."""
 
     def __init__(self, message: str, asked: int | None, limit: int | None):
         super().__init__(message)
@@ -47,7 +47,7 @@ class OutOfMemory(Failure):
 
 
 class BadRequest(ValueError):
-    """What was asked for cannot be done; the caller of `run_in_child` gets it as ValueError."""
+    """The request is invalid. `run_in_child` raises it as ValueError."""
 
 
 class NoCompiler(NotImplementedError):
@@ -56,10 +56,10 @@ class NoCompiler(NotImplementedError):
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler made of one lowered program, in `seconds`."""
+    """The compiler's results for one lowered program. `seconds`: the time to compile."""
 
     text: str  # the scheduled HLO, with layouts and the compiler's estimates
-    schedules: dict[str, str]  # operation -> text of its final schedule; of operations that are alike, one has it
+    schedules: dict[str, str]  # operation -> text of its final schedule; of equal operations only one has an entry
     memory: dict[str, int]  # bytes on one chip: `arguments`, `outputs`, `aliased`, `temporaries`, `program`
     seconds: float
 
@@ -73,20 +73,21 @@ def run_in_child(
     environment: dict[str, str] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict:
-    """What `function(argument, progress)` returns in a new process that is ready to compile for TPUs.
+    """Calls `function(argument, progress)` in a new process that can compile for TPUs, and returns its result.
 
     Args:
-        function: "module:name", importable there.
-        argument: goes there as JSON; the result comes back so, and the text of every `progress(text)`, to `on_progress`.
-        seconds: after these the child and all its processes are killed.
-        schedules: a `Compiler` there keeps them; writing them is up to half of its time.
-        environment: further variables of the child's.
+        function: "module:name", importable in the child.
+        argument: sent as JSON, as is the result.
+        seconds: time limit, at which the child and all its processes are killed.
+        schedules: whether a `Compiler` in the child returns schedules; writing them takes up to half of its time.
+        environment: further environment variables of the child.
+        on_progress: called with the text of every `progress(text)` in the child.
 
     Raises:
         NoCompiler: libtpu is not installed.
-        OutOfMemory: the compiler said so.
-        ValueError: the function raised one; the message is its own.
-        ChildError: anything else went wrong there.
+        OutOfMemory: the function raised it.
+        ValueError: the function raised BadRequest; the message is the same.
+        ChildError: any other failure in the child.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise NoCompiler(
@@ -111,7 +112,7 @@ def run_in_child(
 
 
 def _ask(function: str, argument: dict, environment: dict, errors, seconds: float, on_progress: Callable) -> tuple:
-    """Kind and value of the child's last message (None without one), its exit status, whether it was stopped for its time."""
+    """Kind and value of the child's result or error (None without one), its exit status, and whether it reached the time limit."""
     command, pipe = [sys.executable, "-c", f"from {__name__} import main; main({function!r})"], subprocess.PIPE
     child = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=errors, env=environment, start_new_session=True, text=True
@@ -123,7 +124,7 @@ def _ask(function: str, argument: dict, environment: dict, errors, seconds: floa
     try:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(argument) + "\n")
-            child.stdin.flush()  # and stays open: its end tells the child that we are gone
+            child.stdin.flush()  # stays open: the child exits when this process ends and closes it
         for line in child.stdout:
             said, of = json.loads(line)
             if said == "progress":
@@ -140,14 +141,14 @@ def _ask(function: str, argument: dict, environment: dict, errors, seconds: floa
 
 
 def kill(child: subprocess.Popen):
-    """The child and all processes that it started."""
+    """Kills the child and all processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def _environment(work: Path | None) -> dict[str, str]:
-    """`work`: where schedules are written, None for none."""
+    """The child's environment. `work`: the folder in which schedules are written; None writes none."""
     arguments, dump = os.environ.get("LIBTPU_INIT_ARGS", "").split(), ""
     if work is not None:
         dump = work / "schedules"
@@ -155,15 +156,15 @@ def _environment(work: Path | None) -> dict[str, str]:
         arguments += [f"--xla_jf_dump_to={dump}", *SCHEDULE_FLAGS]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what this process can import, the child can
-        "DIFFUSERS_TPU": "off",  # the program is for chips elsewhere, whatever this host has
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the child can import what this process can
+        "DIFFUSERS_TPU": "off",  # the program is for chips elsewhere, even on a TPU host
         "JAX_PLATFORMS": "cpu",
-        "JAX_FORCE_TPU_INIT": "1",  # JAX sets the variables and flags that it sets where a TPU is
+        "JAX_FORCE_TPU_INIT": "1",  # JAX sets the same variables and flags as on a TPU host
         "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v6e-8",  # asked for by libtpu's start; what is compiled for is each Compiler's own
+        "TPU_ACCELERATOR_TYPE": "v6e-8",  # libtpu needs one to start; each Compiler has its own topology
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # the lines that a program was traced at are no part of it
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # no source lines in programs
         "LIBTPU_INIT_ARGS": " ".join(arguments),
         DUMP_VARIABLE: str(dump),
     }
@@ -173,7 +174,7 @@ def _environment(work: Path | None) -> dict[str, str]:
 
 
 class Compiler:
-    """Lowered programs of one topology, compiled."""
+    """Compiles lowered programs for one topology."""
 
     def __init__(self, topology: Topology):
         self.topology = topology
@@ -181,18 +182,18 @@ class Compiler:
 
     @property
     def flags(self) -> str:
-        """What the compiler was told at its start, wherever it writes schedules."""
+        """The compiler's flags, with a constant in place of the folder of schedules."""
         return os.environ.get("LIBTPU_INIT_ARGS", "").replace(str(self.dump), "SCHEDULES")
 
     @property
     def asked_flags(self) -> str:
-        """Those that the user gave, without ours for schedules and JAX's own."""
+        """The user's flags: those without ours for schedules and without JAX's."""
         given = [flag for flag in self.flags.split() if flag not in flags_of_jax()]
         return " ".join(flag for flag in given if not flag.startswith("--xla_jf_dump"))
 
     @property
     def devices(self) -> tuple:
-        """JAX's devices of the topology: they compile, they do not run."""
+        """JAX's devices of the topology. Programs can be compiled for them but not run."""
         from jax.experimental import topologies
 
         description = topologies.get_topology_desc(
@@ -204,8 +205,8 @@ class Compiler:
         return tuple(description.devices)
 
     def compile(self, lowered, options: dict | None = None) -> CompiledProgram:
-        """The compiled form of a `jax.stages.Lowered`, by `devices.compiler_options`. Raises OutOfMemory where no chip has room."""
-        self._take_schedules()  # of anything compiled before
+        """Compiles a `jax.stages.Lowered`; `options`: of `devices.compiler_options`. Raises OutOfMemory if no chip can hold it."""
+        self._take_schedules()  # discards those of earlier programs
         start = time.perf_counter()
         with out_of_memory_told():
             compiled = compile_lowered(lowered, options)
@@ -221,7 +222,7 @@ class Compiler:
         return CompiledProgram(compiled.as_text(), self._take_schedules(), memory, seconds)
 
     def _take_schedules(self) -> dict[str, str]:
-        """Operation -> final schedule, of what was compiled since the last time."""
+        """Operation -> final schedule, of programs compiled since the last call. Deletes the files."""
         taken = {}
         for path in list(self.dump.iterdir()) if self.dump else []:
             if name := re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name):
@@ -232,7 +233,7 @@ class Compiler:
 
 @contextlib.contextmanager
 def out_of_memory_told():
-    """The error of a compiler or a runtime that finds no room on the chip, as OutOfMemory."""
+    """Raises an out-of-memory error of the compiler or the runtime as OutOfMemory."""
     import jax
 
     try:
@@ -244,15 +245,15 @@ def out_of_memory_told():
 
 
 def main(function: str):
-    """The child: one request from standard input, answers as JSON lines to what was standard output."""
+    """Runs in the child: reads one request from standard input, writes JSON lines to the original standard output."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints from here on must not mix with the answers
+    os.dup2(2, 1)  # prints go to standard error from here on, not between the JSON lines
 
     def say(kind: str, value):
         channel.write(json.dumps([kind, value]) + "\n")
 
     argument = json.loads(sys.stdin.readline())
-    # The parent keeps our standard input open while it lives; a compilation takes minutes and hears no exception of Python's.
+    # Standard input ends with the parent. This thread then ends the process, as Python cannot interrupt a compilation of minutes.
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     try:
         result = resolve_name(function)(argument, lambda value: say("progress", value))
@@ -263,4 +264,4 @@ def main(function: str):
     else:
         say("result", result)
     channel.flush()
-    os._exit(0)  # libtpu's threads are not waited for
+    os._exit(0)  # does not join libtpu's threads

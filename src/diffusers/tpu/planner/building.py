@@ -1,6 +1,6 @@
-"""A pipeline from its configuration alone: real classes, weights that have a shape and a dtype and take no memory.
+"""Builds a pipeline from its configuration alone: real classes, whose weights have a shape and a dtype but take no memory.
 
-Where the configuration comes from: a directory, the hub's cache, or the table of published models.
+The configuration comes from a directory, the hub's cache, or the table of published models.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from . import directory_of
 from .published import ALIASES, MODELS, Configuration
 
 
-# Markup that chat models' processing wraps a prompt in; the words do not matter here, only how many there are.
+# Stands in for a chat model's template: only the number of tokens matters here.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 UNKNOWN, PAD = "<unk>", "<pad>"
 
@@ -29,9 +29,9 @@ UNKNOWN, PAD = "<unk>", "<pad>"
 def configuration_of(model: str) -> Configuration:
     """The configuration of a directory, of a hub id in the local cache, or of a published model, by id or short name.
 
-    "MODEL@PIPELINE": the same weights in another of diffusers' pipelines, image- or video-to-video say.
+    "MODEL@PIPELINE": the same weights in another diffusers pipeline, such as image-to-video.
 
-    Raises ValueError for a model that is none of these, or a directory whose model_index.json is not one.
+    Raises ValueError for a model that is none of these, or a directory whose model_index.json is missing or invalid.
     """
     directory = directory_of(model)
     if Path(model).is_dir():
@@ -40,7 +40,7 @@ def configuration_of(model: str) -> Configuration:
         model, _, pipeline = model.rpartition("@")
         return replace(configuration_of(model), pipeline=pipeline)
     if directory is not None:
-        with contextlib.suppress(ValueError):  # not all of it is cached: the table may know it
+        with contextlib.suppress(ValueError):  # not fully cached: it may be a published model
             return _read(directory)
     if (published := MODELS.get(ALIASES.get(model.lower(), ALIASES.get(model, model)))) is None:
         raise ValueError(
@@ -71,9 +71,9 @@ def _read(directory: Path) -> Configuration:
 
 
 def build(configuration: Configuration, dtype: torch.dtype, tiled: bool | None = None):
-    """The pipeline; its models' weights are views of one zero each, on the host, of the dtype they would be loaded in.
+    """The pipeline. Each weight is a view of a single zero on the host, in the dtype that `from_pretrained` would load it in.
 
-    `tiled`: the VAE works in tiles; None: as the configuration says. Raises ValueError for a class that diffusers or transformers do not have.
+    `tiled`: whether the VAE works in tiles; None: as configured. Raises ValueError for an unknown class or a VAE without tiling.
     """
     if (cls := getattr(diffusers, configuration.pipeline, None)) is None:
         raise ValueError(f"expected a pipeline of diffusers, got {configuration.pipeline!r}")
@@ -83,7 +83,7 @@ def build(configuration: Configuration, dtype: torch.dtype, tiled: bool | None =
     }
     expected, settings = map(set, cls._get_signature_keys(cls))
     given = {**dict.fromkeys(expected), **made, **configuration.settings}
-    # Without what it does not take, as from_pretrained does.
+    # Arguments that the class does not take are left out, as in from_pretrained.
     pipe = cls(**{name: value for name, value in given.items() if name in expected | settings})
     if configuration.tiled if tiled is None else tiled:
         vae = getattr(pipe, "vae", None)
@@ -102,19 +102,19 @@ def _component(name: str, class_name: str, config: dict, configuration: Configur
         return _tokenizer(configuration.tokens.get(name, 512)) if "Tokenizer" in cls_name else cls(**config)
     if not issubclass(cls, torch.nn.Module):
         return cls.from_config(config)
-    with init_empty_weights(), local_torch_dtype(dtype):  # as from_pretrained: buffers have it too
+    with init_empty_weights(), local_torch_dtype(dtype):  # as from_pretrained: buffers get the dtype too
         if issubclass(cls, PreTrainedModel):
-            module = cls(cls.config_class(**{**config, "dtype": dtype}))  # as from_pretrained notes it
+            module = cls(cls.config_class(**{**config, "dtype": dtype}))  # as from_pretrained sets it
         else:
             module = cls.from_config(config)
     if isinstance(module, PreTrainedModel):
-        module.tie_weights()  # making weights empty has made two of one
+        module.tie_weights()  # init_empty_weights has separated shared weights
     _weightless(module.eval(), dtype)
     return module
 
 
 def _class(library: str, name: str, pipeline: str) -> type:
-    """A class as model_index.json names it: of a package, or of a module beside the pipeline's."""
+    """The class that model_index.json names: of its library, of the pipeline's package, or of diffusers."""
     try:
         return getattr(importlib.import_module(library), name)
     except (ImportError, AttributeError):
@@ -125,14 +125,14 @@ def _class(library: str, name: str, pipeline: str) -> type:
 
 
 def kept_in_float32(module: torch.nn.Module) -> set[str]:
-    """Parts of names of weights that `from_pretrained` loads in float32 whatever dtype is asked for."""
-    # transformers keeps what the plain list names for float16 only
+    """Name components of the weights that `from_pretrained` loads in float32, whatever the requested dtype."""
+    # transformers applies the list that is not strict to float16 only
     names = "_keep_in_fp32_modules_strict" if isinstance(module, PreTrainedModel) else "_keep_in_fp32_modules"
     return set(getattr(module, names, None) or ())
 
 
 def cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The module with its weights in this dtype, but for what its class keeps in float32."""
+    """Casts the module's weights in place, except those that its class keeps in float32; returns the module."""
     kept, saved = kept_in_float32(module), module.state_dict().keys()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and name in saved and not kept & set(name.split(".")):
@@ -141,7 +141,7 @@ def cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _weightless(module: torch.nn.Module, dtype: torch.dtype):
-    """Every parameter as a view of one zero, in the dtype `from_pretrained` would give it; buffers keep their values."""
+    """Replaces each parameter by a view of a single zero, in the dtype of `from_pretrained`; buffers keep their values."""
     kept, seen = kept_in_float32(module), {}
     for path, owner in module.named_modules():
         for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
@@ -152,7 +152,7 @@ def _weightless(module: torch.nn.Module, dtype: torch.dtype):
 
 
 def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that pads and cuts as the real one does; every word and every punctuation mark is one token."""
+    """A tokenizer that pads and truncates as the real one does; every word and every punctuation mark is one token."""
     tokenizer = Tokenizer(models.WordLevel({PAD: 0, UNKNOWN: 1}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, pad_token=PAD, eos_token=PAD)

@@ -1,9 +1,9 @@
-"""Cycles of one operation from its final schedule: a TPU core issues one bundle a cycle, so bundles times how often each runs.
+"""Cycles of one operation, from its final schedule. A TPU core issues one bundle a cycle; each bundle counts as often as it runs.
 
-Loops have their trip counts. A guarded piece runs always, but one that a counter's first or last value guards: once per round of that
-counter; or values below another, where a second piece has those from there on; or that a mode of the attention kernel guards
-(`softmax_modes`): always or never, as the reader says. A branch takes effect `Chip.branch_slots` bundles later: those behind it run
-whether or not it is taken.
+Loops run as often as their trip counts say. A piece under a branch counts as always run, with three exceptions. At a counter's
+first or last value: once per round of that counter. Below a value, with a second piece from it on: each in its share of the rounds.
+In a mode of the attention kernel (`softmax_modes`): always or never, by the mode that the caller asks for. A branch takes effect
+`Chip.branch_slots` bundles later; the bundles in between run whether or not it is taken.
 """
 
 import re
@@ -16,14 +16,12 @@ from ..kernels.attention.softmax_modes import BOUND, CODES, FIRST_CODE, MODES
 
 LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:")
 BRANCH = re.compile(r"sbr\.rel \((!?)%(p\d+(?:_p\d+)?)\) target = \$region(\d+)")
-ONLY_IF = r"(?:\(!?%p\w+\), )?"  # an instruction that a predicate turns off; where it is off, nothing here asks for its result
+ONLY_IF = r"(?:\(!?%p\w+\), )?"  # a predicate; where it is false, nothing read here uses the result
 COMPARE = re.compile(rf"%(p\d+(?:_p\d+)?) = scmp\.(\w+)\.s32\.totalorder {ONLY_IF}(%?[\w.]+), (%?[\w.]+)")
 ADD = re.compile(rf"%(s\d+(?:_s\d+)?) = sadd\.s32 {ONLY_IF}(\d+), ")
 REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
 PRODUCT = re.compile(r"\bvmatmul[\w.]*\.(?:bf16|s8|f8e4m3fn)[\w.\[\]]*\.mxu(\d)")
-PRODUCT_ROWS = (
-    16  # of bfloat16 that one such instruction sends through a matrix unit; of 8 bits twice as many, at twice the rate
-)
+PRODUCT_ROWS = 16  # bfloat16 rows through a matrix unit by one of these; 8 bits: twice as many, at twice the rate
 PIPELINE = "iteration index, stage = 1"
 
 
@@ -38,18 +36,18 @@ class Loop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the schedule of one operation comes to."""
+    """Totals of one operation's schedule."""
 
     cycles: float  # bundles times runs, all pieces together
     bundles: int  # of the whole text
     loops: tuple[Loop, ...]  # outermost first
-    steps: int  # trips of a kernel's grid: the outermost loop, but rounds that only fill and drain its pipeline
-    body: int  # bundles of the largest straight piece, the part that every step runs
-    rows: float = 0.0  # of bfloat16 that go through the busiest matrix unit
+    steps: int  # of a kernel's grid: trips of the outermost loop, without those that only fill or drain its pipeline
+    body: int  # bundles of the longest straight-line piece, which every step runs
+    rows: float = 0.0  # bfloat16 rows through the busiest matrix unit
 
 
 def read_modes(text: str, slots: int) -> dict[str, Schedule]:
-    """`read` by mode."""
+    """`read` for each mode of the attention kernel; the same for all if the text has no modes."""
     if any(str(code) in text for code in CODES.values()):
         return {mode: read(text, slots, mode) for mode in MODES}
     return dict.fromkeys(MODES, read(text, slots))
@@ -59,8 +57,8 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
     """The schedule of a `final_bundles` text.
 
     Args:
-        slots: of each branch, `Chip.branch_slots`.
-        mode: of the attention kernel, that all heads go, or where it is not compiled the next slower one that is.
+        slots: delay slots of a branch, `Chip.branch_slots`.
+        mode: mode of the attention kernel for all heads; the next slower one that is compiled if this one is not.
     """
     lines, marks = _bundles(text)
     loops, pieces = _branches(lines, slots)
@@ -86,8 +84,8 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
         for n in range(piece.start + 1, piece.stop):
             weight[n] *= of_rounds / (last + 1)
     for start, stop, value, only, *_ in rounds if last else ():
-        # What holds the body runs always, unless outside of it another body runs in the other rounds: its condition asks whether
-        # there is anything to do.
+        # A piece around the body always runs, as its branch only tests whether there is work. Exception: a piece outside of it
+        # runs in the other rounds.
         always = all(start <= piece.start and piece.stop <= stop for piece in others)
         holds_body = start < body_start and body_stop <= stop and always
         if only and value in (0, last) and not holds_body:
@@ -107,10 +105,10 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
 
 
 class _Piece(NamedTuple):
-    """What a branch jumps over: from the branch's last slot to its target.
+    """The bundles that a branch skips, from the branch's last slot to its target.
 
-    `value`: of a counter or of a mode's code, at which it runs (`only` then) or does not; None: neither is asked. `from_on`: it runs at
-    values from this one on, or (False) below it; None: at a single one.
+    `value`: of a counter or mode code that the branch tests; None: of neither. `only`: runs at this value, else at all others.
+    `from_on`: runs from `value` on (True) or below it (False); None: the branch tests for equality.
     """
 
     start: int
@@ -125,7 +123,7 @@ class _Piece(NamedTuple):
 
 
 def _bundles(text: str) -> tuple[list[str], set[int]]:
-    """The bundles, one a line, and the numbers of those that have a mark, where straight pieces begin."""
+    """The bundles, one per line, and the numbers of marked bundles, at which straight-line pieces begin."""
     lines, marks = [], set()
     for line in text.splitlines():
         if found := LINE.match(line):
@@ -137,7 +135,7 @@ def _bundles(text: str) -> tuple[list[str], set[int]]:
 
 
 def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[_Piece]]:
-    """Loops, outermost first, and the pieces that are jumped over."""
+    """Loops, outermost first, and the pieces that branches skip."""
     where = {a or b: n for n, line in enumerate(lines) for a, b in REGION.findall(line)}
     compares, adds = {}, {}
     for line in lines:
@@ -154,15 +152,15 @@ def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[_Piece]]:
             elif target is not None:
                 value = int(b) if op in ("eq", "ne", "lt", "ge") and b.isdigit() else None
                 from_on = (op == "lt") != bool(negated) if op in ("lt", "ge") and value is not None else None
-                only = (op == "ne") != bool(negated)  # the piece is jumped over in all other cases
+                only = (op == "ne") != bool(negated)  # the branch skips the piece in all other cases
                 if value == 0 and not only and from_on is None:
-                    value = None  # all rounds but the first; or it asks whether there is anything to do, and there is
+                    value = None  # all rounds but the first, or a test for work, which there is: counted as always
                 pieces.append(_Piece(min(n + slots, target - 1), target, value, only, from_on))
     return sorted(loops, key=lambda loop: (loop.start, -loop.stop)), pieces
 
 
 def _trips(op, limit: str, step: int, body: list[str]) -> int:
-    """Rounds of a loop that goes on until its counter, from 0 in steps of what is added to it, reaches a constant."""
+    """Trips of a loop whose counter goes from 0 in increments of `step` up to the constant `limit`; 1 for other loops."""
     if op not in ("ge", "eq") or not limit.isdigit():
         return 1
     rounds = -(-int(limit) // step)

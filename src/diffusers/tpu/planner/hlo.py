@@ -1,6 +1,6 @@
-"""A compiled program's text, read: computations, instructions, shapes.
+"""Parses a compiled program's text into computations, instructions and shapes.
 
-The text is what `jax.stages.Compiled.as_text()` gives for TPU: scheduled HLO, instructions in the order they run.
+The text is what `jax.stages.Compiled.as_text()` returns for TPU: scheduled HLO, instructions in the order in which they run.
 """
 
 import math
@@ -11,7 +11,7 @@ from functools import cached_property
 
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "token": 0}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
-NO_ESTIMATE = 2**63 - 1  # of what a SparseCore does
+NO_ESTIMATE = 2**63 - 1  # the compiler's value for a SparseCore's operations
 START = re.compile(r"^  (?:ROOT )?%(\S+) = ")
 HEAD = re.compile(r"^(ENTRY )?%(\S+) \(")
 END = re.compile(r'^\}(, execution_thread="\w+")?$')
@@ -19,7 +19,7 @@ END = re.compile(r'^\}(, execution_thread="\w+")?$')
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a shape. `tile`: of its layout, outermost first; `space`: 0 is HBM, others are on the core."""
+    """One array of a shape. `tile`: tile sizes of its layout, outermost first; `space`: 0 is HBM, others are on the core."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -29,7 +29,7 @@ class Array:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes with the padding that tiles bring."""
+        """Bytes, with the padding to whole tiles."""
         dims = [self.dims[axis] for axis in reversed(self.order)]  # outermost first
         for back, size in enumerate(reversed(self.tile), 1):
             if back <= len(dims):
@@ -77,13 +77,13 @@ class Instruction:
         return sum(array.stored_bytes for array in self.arrays if array.space == 0)
 
     def attribute(self, pattern: str) -> str:
-        """What the pattern's group matches of the attributes; nothing where it does not."""
+        """The text of the pattern's group in the attributes; empty without a match."""
         found = re.search(pattern, self.rest)
         return found[1] if found else ""
 
     @cached_property
     def op_name(self) -> str:
-        """JAX's name of the operation, the path of scopes it was traced in."""
+        """JAX's name of the operation: the path of the scopes in which it was traced."""
         return self.attribute(r'op_name="([^"]*)"')
 
     @property
@@ -92,7 +92,7 @@ class Instruction:
         return None if cycles == NO_ESTIMATE else cycles
 
     def called(self, key: str) -> str:
-        """The computation that attribute `key` (calls, body, condition, to_apply) names; nothing without it."""
+        """The computation that attribute `key` (calls, body, condition, to_apply) names; empty without it."""
         return self.attribute(rf"\b{key}=%([^\s,)}}]+)")
 
     @property
@@ -110,14 +110,14 @@ class Program:
     entry: str
 
     def inside(self, i: Instruction) -> list[Instruction]:
-        """What a fusion or a call computes."""
+        """The instructions of a fusion or a call."""
         return self.computations.get(i.called("calls") or i.called("to_apply"), [])
 
     def by_name(self, computation: str) -> dict[str, Instruction]:
         return {i.name: i for i in self.computations[computation]}
 
     def trip_count(self, loop: Instruction) -> int:
-        """Of a while: as the compiler knows it, else the constant that its condition compares with."""
+        """Trip count of a while loop: the compiler's, else the constant in its condition."""
         if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(known)
         constants = [i.operands[0] for i in self.computations[loop.called("condition")] if i.opcode == "constant"]
@@ -125,7 +125,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Raises ValueError for a text without an entry computation."""
+    """The parsed program. Raises ValueError for a text without an entry computation."""
     computations, entry, current = {}, None, None
     for line in text.splitlines():
         head = HEAD.match(line) if line.endswith("{") else None

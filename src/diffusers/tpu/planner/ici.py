@@ -1,7 +1,7 @@
-"""How long a collective takes on the links between chips: bytes on the fullest link over its bandwidth.
+"""Seconds of a collective on the links between chips: bytes on the busiest link over its bandwidth.
 
-Half of every message takes the axes in one order and half in the other, as the compiler's algorithms use several routes. Links are a
-slice's: a grid without closed rings, and one between the halves of a v7x chip. The first byte's delay (a microsecond) is not counted.
+Half of every message goes along the axes in one order and half in reverse order, as the compiler's algorithms use several routes.
+The links are a grid without wraparound, and one between the halves of a v7x chip. Latency (a microsecond) is not counted.
 """
 
 import math
@@ -20,20 +20,20 @@ Place = tuple[int, ...]  # x, y, z and half of a device
 
 
 def places_of(mesh) -> list[Place]:
-    """Of the devices of a mesh of TPUs, in its order."""
+    """The places of a TPU mesh's devices, in the mesh's order."""
     return [(*device.coords, device.core_on_chip) for device in mesh.devices.flat]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a collective does: bytes each chip sends over links (of one message's path, all hops) and seconds."""
+    """The cost of a collective: seconds, and bytes that each chip sends (the mean; a message counts once, not once per link)."""
 
     bytes_sent: int
     seconds: float
 
 
 def transfer(instruction: Instruction, places: list[Place], chip: Chip) -> Transfer:
-    """Of one collective instruction. `places`: where each device of the mesh is, in the mesh's order: x, y, z, half."""
+    """The cost of one collective instruction. `places`: x, y, z and half of each device, in the mesh's order."""
     kind = next(k for k in COLLECTIVES if instruction.opcode.startswith(k))
     arrays = instruction.arrays
     if instruction.opcode.endswith("-start"):  # (operands, results, ...)
@@ -53,17 +53,17 @@ def transfer(instruction: Instruction, places: list[Place], chip: Chip) -> Trans
             whole, rounds = size * n if kind == "reduce-scatter" else size, 2 if kind == "all-reduce" else 1
             sent += rounds * whole * (n - 1)
             messages = [(source, group, rounds * whole / n) for source in group]
-        for source, targets, amount in messages:  # over every link at most once per order of axes
+        for source, targets, amount in messages:  # crosses each link at most once per order of axes
             for backwards in (False, True):
                 for link in {x for to in targets for x in _route(places[source], places[to], backwards)}:
                     load[link] += amount / 2
-    bandwidths = {True: chip.die_bandwidth, False: chip.link_bandwidth}  # by whether the halves of a chip differ
+    bandwidths = {True: chip.die_bandwidth, False: chip.link_bandwidth}  # True: the link between a chip's halves
     seconds = max((of / bandwidths[a[-1] != b[-1]] for (a, b), of in load.items()), default=0.0)
     return Transfer(int(sent / max(len(places), 1)), seconds)
 
 
 def received(instruction: Instruction, chip: Chip) -> Transfer:
-    """What a chip receives from other slices, over its share of its host's network."""
+    """The cost of receiving an array from another slice, over the chip's share of its host's network."""
     size = instruction.arrays[0].stored_bytes
     return Transfer(size, size / chip.dcn_bandwidth)
 
@@ -82,9 +82,9 @@ def _route(start: Place, stop: Place, backwards: bool) -> list[tuple[Place, Plac
 
 
 def groups_of(instruction: Instruction, devices: int) -> list[list[int]]:
-    """The groups of devices that a collective runs over, by number in the mesh; of a permute, pairs.
+    """The groups of devices that a collective runs over, by number in the mesh; for a permute, pairs.
 
-    Raises ValueError for a notation that is not known.
+    Raises ValueError for an unknown notation.
     """
     text = instruction.rest
     if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]*\},?)*)\}", text):

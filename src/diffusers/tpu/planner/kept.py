@@ -1,7 +1,7 @@
-"""What the compiler made of a program, kept on disk: who asks for the same program again waits for its tracing only.
+"""A disk cache of the compiler's results: the same program is traced again, but not compiled again.
 
-A program is its text with the names of its operations (which `timing` reads), but without the files and lines that they
-were traced at: code that moves, or a change to how a program is read, compiles nothing again.
+The cache key is a program's text with the names of its operations (which `timing` reads), but without source files and lines.
+So moved code, or a change in how programs are read, does not compile anything again.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from .aot import CompiledProgram, Compiler, OutOfMemory
 
 
 def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None) -> CompiledProgram:
-    """`compiler.compile(lowered, options)`, once. Raises OutOfMemory where it did. `mesh`: of the compiler's chips, of the program."""
+    """`compiler.compile(lowered, options)`, cached, as is its OutOfMemory. `mesh`: the program's, of the compiler's chips."""
     cache = DiskCache.of("programs")
     kinds = [field.name for field in fields(CompiledProgram)]
     name = _digest(" ".join([compiler.flags, *kinds]), compiler, lowered, mesh, options)
@@ -32,7 +32,7 @@ def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = Non
 
 
 def name_of(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None) -> str:
-    """Of one program: changes with all that decides what the compiler makes of it, whether or not it writes schedules."""
+    """A program's name: a digest of all that determines the compiler's result, the same with and without schedules."""
     return _digest(compiler.asked_flags, compiler, lowered, mesh, options)
 
 

@@ -1,7 +1,7 @@
-"""Rates that `diffusers-tpu check` measured on a TPU, for a plan: kernels, links between chips, and what a launch costs.
+"""Rates that `diffusers-tpu check` measured on a TPU, for a plan: kernels, links between chips, and the cost of a launch.
 
-A kernel's seconds are the plan's times its `kernels` factor; links have the measured share of the published bandwidth; every program of
-a step costs one `dispatch`. What the report does not have stays as published.
+A kernel's planned seconds are multiplied by its factor in `kernels`, the published bandwidth of links by `links`. Each program of a
+step adds one `dispatch`. What the report lacks keeps its published rate.
 """
 
 import json
@@ -13,8 +13,8 @@ from ..chips.figures import CHIPS
 
 KERNELS_STAGE, EXCHANGES_STAGE = 4, 5
 DISPATCH = "an empty dispatch"
-ROWS = "published"  # sizes of kernels that count; the ragged ones are small
-# How the compiler's names of kernels begin, the longest first -> the names of rows.
+ROWS = "published"  # sizes of kernels whose rows are used; the ragged ones are small
+# Prefix of the compiler's name of a kernel, longest first -> the kernel's name in rows.
 PREFIXES = {
     "linear_kernel_of_windows": "convolution",
     "attention_kernel": "attention",
@@ -26,8 +26,8 @@ PREFIXES = {
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured, over what is planned. `kernels`: seconds by kernel, attention also by mode ("attention bound"); `links`: of the
-    bandwidth, None: not measured; `dispatch`: seconds of a launch."""
+    """Measured over planned. `kernels`: ratio of seconds by kernel, of attention by mode ("attention bound"); `links`: ratio of
+    bandwidth, None if not measured. `dispatch`: measured seconds of a launch."""
 
     chip: str
     day: str = ""
@@ -36,7 +36,7 @@ class Rates:
     dispatch: float = 0.0
 
     def factor(self, instruction: str, mode: str) -> float:
-        """Of a kernel's seconds, by the name of the compiler's instruction; 1 for what was not measured."""
+        """The factor of a kernel's seconds, by the name of the compiler's instruction; 1 if it was not measured."""
         name = next((name for prefix, name in PREFIXES.items() if instruction.startswith(prefix)), "")
         return self.kernels.get(f"{name} {mode}" if name == "attention" else name, 1.0)
 
@@ -48,9 +48,9 @@ class Rates:
 
 
 def read_rates(path: str, generations: list[str]) -> dict:
-    """The fields of `Rates` of a report, for plans of these generations.
+    """The fields of `Rates` from a report, for plans of these generations.
 
-    Raises ValueError for a file that is no report, a report of simulated chips, or of a chip of another generation.
+    Raises ValueError for a file that is no report, or a report of simulated chips, of another generation, or without seconds.
     """
     try:
         report = json.loads(Path(path).read_text())
@@ -78,7 +78,7 @@ def _numbers(row: dict) -> bool:
 
 
 def _kernels(rows: list[dict]) -> dict[str, float]:
-    """Of rows "KERNEL [MODE], published SIZE: seconds"."""
+    """Factors by kernel, from rows "KERNEL [MODE], published SIZE" in seconds."""
     found = [
         row for row in rows if row["stage"] == KERNELS_STAGE and row["unit"] == "s" and f", {ROWS} " in row["name"]
     ]
@@ -86,7 +86,7 @@ def _kernels(rows: list[dict]) -> dict[str, float]:
 
 
 def _links(rows: list[dict]) -> float | None:
-    """The lowest of the exchanges' shares."""
+    """The lowest share of the bandwidth among the exchanges."""
     found = [row for row in rows if row["stage"] == EXCHANGES_STAGE and row["unit"] == "GB/s" and _numbers(row)]
     return min((row["measured"] / row["expected"] for row in found), default=None)
 

@@ -1,4 +1,4 @@
-"""Which meshes a slice allows, and which look fast before anything is compiled."""
+"""The meshes that a slice allows, ranked by an estimate before anything is compiled."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .work import Work
 
 @dataclass(frozen=True)
 class Denoiser:
-    """What the ranking knows of a denoiser: its plan, the work of one call, guidance branches of a step, bytes of its weights."""
+    """Facts of a denoiser for the ranking: its plan, the work of one call, guidance branches of a step, bytes of its weights."""
 
     plan: ModelPlan
     work: Work
@@ -43,11 +43,11 @@ def refusal(mesh: tuple[int, int, int], denoiser: Denoiser, slices: int = 1) -> 
 
 
 def guess(mesh: tuple[int, int, int], denoiser: Denoiser, topology: Topology) -> float:
-    """Seconds of a step by a cheap model: work over the chips that share it, and bytes over one link of each chip."""
+    """Estimated seconds of a step: work divided by the chips that share it, plus each chip's bytes over one link."""
     dp, sp, tp = mesh
     chip, branches = topology.chip, denoiser.branches
     if denoiser.plan.activation_spec is None:
-        return branches * denoiser.work.seconds(chip, 1)  # nobody says how its activations lie: every chip does all
+        return branches * denoiser.work.seconds(chip, 1)  # no sharding of activations: every chip does all
     sent = denoiser.weight_bytes * (1 - 1 / (dp * sp)) / tp
     for (batch, heads, queries, keys, size), runs in denoiser.work.calls.items():
         row = runs * branches * batch * heads * size * 2 / dp  # bytes of one token, all heads

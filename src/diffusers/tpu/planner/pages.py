@@ -1,7 +1,7 @@
-"""What pages are made with: templates, how they write figures, and bars.
+"""Renders pages: templates, formats of figures, and bars.
 
-A page needs nothing but itself: no script, no file beside it, no network. Bars are SVG whose lengths are percentages, so that
-they follow the window; a colour means one kind of work or of memory on the whole page.
+A page is self-contained: no script, no other file, no network. Bars are SVG whose lengths are percentages, so that they follow
+the window's width. A colour means one kind of work or of memory on the whole page.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ NONE = "–"
 
 
 def render(template: str, folder: Path = TEMPLATES, **values) -> str:
-    """The text of a page. `folder`: where its template lies, if not here; text in `values` is escaped."""
+    """The text of a page. `folder`: its template's, if not `TEMPLATES`; text in `values` is escaped."""
     loader = jinja2.FileSystemLoader([folder, TEMPLATES], encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -27,7 +27,7 @@ def render(template: str, folder: Path = TEMPLATES, **values) -> str:
         "share": lambda value: NONE if value is None else f"{value:.1%}",
         "percent": percent,
         "mesh": lambda mesh: ", ".join(f"{axis} {degree}" for axis, degree in mesh.items()),
-        "dotted": lambda name: Markup(".<wbr>").join(name.split(".")),  # may go on in the next line after a dot
+        "dotted": lambda name: Markup(".<wbr>").join(name.split(".")),  # lines may break after a dot
         "called": lambda part: f"{part['component']}.{part['entry']}",
     }
     environment.globals |= {"rects": rects}
@@ -41,16 +41,16 @@ def seconds(value: float | None) -> str:
 
 
 def percent(amount: float, whole: float) -> str:
-    """A share of `whole` as SVG writes it."""
+    """`amount` as a percentage of `whole`, in SVG's notation."""
     return f"{100 * amount / whole if whole else 0:.3f}%"
 
 
 def rects(
     segments: list[tuple[str, float, str]], whole: float, limit: float | None
 ) -> list[tuple[str, str, str, str]]:
-    """(colour, x, width, tooltip) of a stacked bar of (colour, amount, tooltip), where `whole` would fill the width.
+    """Rectangles (colour, x, width, tooltip) of a stacked bar of (colour, amount, tooltip); `whole` is the full width.
 
-    With a `limit` the room up to it is drawn behind, and what lies beyond it in the colour of warnings.
+    With a `limit`, a rectangle up to it is drawn behind the bar, and the bar beyond it has the colour of warnings.
     """
     drawn, end = [], 0.0
     if limit is not None:

@@ -1,8 +1,9 @@
-"""Measured seconds of a traced run's steps, by upstream's modules and by operations, beside those of a plan.
+"""Measured seconds of a profiled run, by upstream's modules and by operations, compared with those of a plan.
 
-`jax.profiler`'s trace has planes "/device:TPU:0" with lines "XLA Ops" and "XLA Modules"; simulated chips are threads of "/host:CPU". The
-file `PROGRAMS` beside it has the text of each program that ran. Seconds are of one chip (the mean of all) and one step; an operation's are
-its own, without those inside of it. MFU is the plan's floating point operations over the slice's peak in the measured time. Of simulated chips they say which operation is of which module, and nothing of a TPU.
+`jax.profiler`'s trace has planes "/device:TPU:0" with lines "XLA Ops" and "XLA Modules"; simulated chips are threads of
+"/host:CPU". The file `PROGRAMS` beside it has the text of each program that ran. Seconds are per step, the mean of all chips; an
+operation's exclude those nested in it. MFU is the plan's floating point operations over the slice's peak in the measured time.
+Simulated chips show which operation belongs to which module; their seconds say nothing about a TPU.
 """
 
 import json
@@ -24,23 +25,23 @@ PROGRAMS = "diffusers-tpu-programs.json"  # beside the trace: what ran, and the 
 DEVICE = re.compile(r"/device:TPU:\d+$")
 OPERATIONS, MODULES, HOST = "XLA Ops", "XLA Modules", "/host:CPU"
 GLUE = "(between models)"
-ATTRIBUTED = 0.9  # of a program's time, what a text must know: the compiler may rename some of what runs
+ATTRIBUTED = 0.9  # share of a program's time that a text must account for: some operations are renamed
 
 
 @dataclass(frozen=True)
 class Event:
-    """One run of an operation on one chip: seconds from the trace's start, `program` what it is part of."""
+    """One run of an operation on one chip. `start`, `stop`: seconds from the trace's start; `program` identifies its program."""
 
     chip: str
     program: tuple
     operation: str
-    name: str  # JAX's of the operation, where the trace has it
+    name: str  # JAX's name of the operation; empty if the trace has none
     start: float
     stop: float
 
 
 def measured(folder: Path) -> dict:
-    """`modules` and `operations`: seconds a step, largest first; `steps`, `chips`, `device` and the `trace` that it is of.
+    """Seconds per step of `modules` and `operations`, largest first, and their sum; `steps`, `chips`, `device`, `trace` (its file).
 
     Raises ValueError for a folder without a trace and its programs, and a trace without operations.
     """
@@ -82,9 +83,9 @@ def measured(folder: Path) -> dict:
 
 
 def beside(found: dict, plan: dict) -> dict:
-    """The same with `planned` seconds, and `ratio` of measured to planned, in each row, and rows that only the plan has; `mfu`.
+    """`found` with a plan's figures: `planned` and `ratio` (measured / planned) in each row, rows only of the plan, and `mfu`.
 
-    Raises ValueError for a plan whose denoiser was not compiled: it has no seconds.
+    Raises ValueError for a plan whose denoiser was not compiled and so has no seconds.
     """
     modules, operations, flops = Counter(), Counter(), Counter()
     if untimed := [p["component"] for p in plan["parts"] if p["stage"] == "denoise" and not p.get("timing")]:
@@ -124,7 +125,7 @@ def _with_planned(rows: list[dict], names: tuple[str, ...], planned: dict[tuple,
 
 
 def lines(data: ProfileData) -> Iterator[list[Event]]:
-    """Events that may lie within each other, of one line of a chip or one thread."""
+    """Lists of events of one line of a chip or of one thread; events may be nested."""
     for plane in data.planes:
         if DEVICE.match(plane.name):
             found = {line.name: list(line.events) for line in plane.lines}
@@ -137,7 +138,7 @@ def lines(data: ProfileData) -> Iterator[list[Event]]:
 
 
 def _of_chip(chip: str, event, around: list[tuple]) -> Event:
-    """An event of "XLA Ops": its name is the instruction, in the compiler's text "%name = shape opcode(...)" or by itself."""
+    """An event of "XLA Ops". Its name is the instruction's text, "%name = shape opcode(...)", or the instruction's name alone."""
     stats, (start, stop) = dict(event.stats), _span(event)
     program = next((name for name, begins, ends in around if begins <= start < ends), "")
     operation = str(stats.get("hlo_op") or event.name.split(" = ")[0].lstrip("%"))
@@ -151,12 +152,12 @@ def _of_thread(event, stats: dict) -> Event:
 
 
 def _span(event) -> tuple[float, float]:
-    """In seconds."""
+    """Start and stop in seconds."""
     return event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
 
 
 def own(events: list[Event]) -> Iterator[tuple[Event, float]]:
-    """Each event of a line with its own seconds: without those that lie within it."""
+    """Each event of a line with its own seconds, which exclude nested events."""
     inside: list[list] = []  # event, its own seconds so far
     for event in sorted(events, key=lambda e: (e.start, -e.stop)):
         while inside and inside[-1][0].stop <= event.start:
@@ -169,17 +170,17 @@ def own(events: list[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def _limit(unit: str | None, size: int, seconds: float, chip: Chip | None) -> str | None:
-    """What bound a run: "memory" if its bytes take half of its seconds at the HBM's bandwidth, else its unit; None: not known."""
+    """What limited a run: "memory" if its bytes take half of its seconds at the HBM's bandwidth, else its unit; None: unknown."""
     if unit is None or chip is None:
         return None
     return "memory" if unit != "links" and size / chip.hbm_bandwidth >= seconds / 2 else unit
 
 
 def programs_by_event(programs: list[dict], events: list[tuple[Event, float]]) -> dict[tuple, tuple[str, dict] | None]:
-    """Component, and its operations by name as `timing.units` has them, of the program that each event with its seconds is part of; None: none of these.
+    """The `program` of each event -> (component, its operations as `timing.units` returns them), or None if no text matches.
 
-    All programs have one name in a trace. Which of them is meant by a program's number shows in the operations that ran: those that it
-    has took the largest share of the time, `ATTRIBUTED` at least; of several equal ones it is the smallest.
+    Programs of a trace share a name and differ by a number, so they are matched by the operations that ran. The match is the text
+    whose operations took the largest share of the time, at least `ATTRIBUTED`; among equals the one with the fewest operations.
     """
     texts, ran = [], defaultdict(Counter)
     for program in programs:

@@ -1,7 +1,7 @@
-"""Configurations of published models, a file a family in `models/`: enough to build the real pipelines offline.
+"""Configurations of published models, from which the real pipelines can be built offline. `models/` has one file per family.
 
-A file has `parts`, configurations by name, and `models`, by id. "$NAME" is that part; an object with "like": NAME is that
-part with the object's other keys in place of the part's. Names of `shared.json` are known in every file. Figures come from
+A file has `parts`, configurations by name, and `models`, by id. "$NAME" refers to a part. An object with "like": NAME is that part,
+with the object's other keys overriding the part's. Every file may refer to the parts of `shared.json`. Figures come from
 upstream's conversion scripts, its classes' defaults (diffusers 0.42.1, transformers 5.23), published configs and cards.
 """
 
@@ -16,24 +16,24 @@ FOLDER = Path(__file__).with_name("models")
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a pipeline is made of.
+    """A pipeline's class, components and settings, and the call of its model card.
 
-    `components`: name -> (class, configuration): of a diffusers class as `from_config` takes it, of a transformers model as its
-    `config_class`, of an image processor as its `__init__`. What the model leaves out is not there.
+    `components`: name -> (class, configuration). The configuration goes to `from_config` of a diffusers class, `config_class` of a
+    transformers model, or `__init__` of an image processor. Components that the model lacks are left out.
     """
 
     pipeline: str  # its class in diffusers
     components: dict[str, tuple[str, dict]]
     settings: dict = field(default_factory=dict)  # further arguments of the pipeline's `__init__`
-    call: dict = field(default_factory=dict)  # of its model card; a prompt stands in, and a picture for "image"
-    tokens: dict[str, int] = field(default_factory=dict)  # of text that each tokenizer pads to in it, or at most
-    tiled: bool = False  # the card's script decodes in tiles
+    call: dict = field(default_factory=dict)  # the card's arguments without a prompt; "image": a placeholder
+    tokens: dict[str, int] = field(default_factory=dict)  # that each tokenizer pads to in this call, or its maximum
+    tiled: bool = False  # whether the card's script decodes in tiles
     billions: dict[str, float] = field(default_factory=dict)  # parameters of components, as the authors state them
     directory: str | None = None  # where it was read from; None: `models/`
 
 
 def _resolve(value, parts: dict):
-    """The value with every reference to a part replaced."""
+    """The value with every reference replaced by its part."""
     if isinstance(value, str) and value.startswith("$"):
         return _resolve(parts[value[1:]], parts)
     if isinstance(value, list):
@@ -45,7 +45,7 @@ def _resolve(value, parts: dict):
 
 
 def _read_models() -> Iterator[tuple[str, list[str], Configuration]]:
-    """Id, other names and configuration of each."""
+    """Id, aliases and configuration of each model."""
     shared = json.loads((FOLDER / "shared.json").read_text())["parts"]
     for path in sorted(FOLDER.glob("*.json")):
         family = json.loads(path.read_text())

@@ -1,7 +1,7 @@
-"""What one run of a pipeline asks of its models: upstream's own `__call__`, on models that return zeros.
+"""Records the calls of a pipeline's models in one run: upstream's own `__call__` runs on models that return zeros.
 
-Shapes, dtypes, counts and order come from upstream's code as it is; left out is what costs and decides no shape: the
-models' work (a trace gives the shapes of their outputs), the scheduler's arithmetic, the way from tensors to pictures.
+Shapes, dtypes, counts and order come from upstream's unchanged code. Costly work that determines no shape is left out: the
+models' computation (a trace gives their outputs' shapes), the scheduler's arithmetic, and the conversion of tensors to pictures.
 """
 
 import inspect
@@ -33,7 +33,7 @@ PROMPT = " ".join(["word"] * 64)
 
 @dataclass
 class RecordedCall:
-    """A call that a run makes. `groups`: how many of its kind follow each other within a step and can run side by side."""
+    """One kind of call of a run. `groups`: the numbers of consecutive such calls within a step that can be batched."""
 
     component: str
     call: Call
@@ -41,7 +41,7 @@ class RecordedCall:
     groups: list[int] = field(default_factory=list)
 
     def output(self):
-        """Zeros of the shapes that the call gives."""
+        """Zeros in the shapes of the call's outputs."""
         program = self.program
         dtypes = [getattr(torch, aval.dtype.name) for aval in program.avals]
         return program.result.output([torch.zeros((), dtype=d).expand(a.shape) for a, d in zip(program.avals, dtypes)])
@@ -59,18 +59,18 @@ class RecordedCall:
         return max(self.groups)
 
     def together(self, runner: CompiledModule, resident: bool = True) -> int:
-        """How many calls of a step `runner` runs side by side; one that decides by values runs alone. `resident`: the loop is on the device."""
+        """How many calls of a step `runner` batches; 1 if it branches on values. `resident`: whether the loop is on the device."""
         alone = self.branches == 1 or not resident or self.program.result.decisions.made
         return 1 if alone else runner.branches.side_by_side(self.call)
 
     def runs(self, together: int) -> int:
-        """Runs of a program that has so many calls side by side."""
+        """How often a program that batches `together` calls runs."""
         return sum(-(-group // together) for group in self.groups)
 
 
 @dataclass
 class Recording:
-    """All calls of one run in the order of their first, the steps of each scheduler, the pipeline and its arguments."""
+    """One run of a pipeline: its calls in the order of first use, the steps of each scheduler, and its arguments."""
 
     pipe: object
     on_progress: Callable[[str], None]
@@ -78,7 +78,7 @@ class Recording:
     calls: list[RecordedCall] = field(default_factory=list)
     stepped: Counter = field(default_factory=Counter)  # id of a scheduler -> its steps
     arguments: dict = field(default_factory=dict)
-    last: tuple[RecordedCall, Call] | None = None  # the call before, of the same step
+    last: tuple[RecordedCall, Call] | None = None  # the previous call, if of the same step
 
     @property
     def steps(self) -> int:
@@ -91,7 +91,7 @@ class Recording:
     def runners(
         self, mesh, config: TPUConfig, trained: bool = False
     ) -> Iterator[tuple[str, CompiledModule, list[RecordedCall]]]:
-        """Name, compiled module and calls of each model that is called; it is attached to its module meanwhile."""
+        """Yields name, compiled module and calls of each model that is called. The compiled module is attached meanwhile."""
         plans = {name: (module, module_plan(module)) for name, module in self.modules.items()}
         stored = storages(plans, mesh, room_on(mesh.devices.flat[0], config)[1], trained)
         for name, (module, plan) in plans.items():
@@ -105,7 +105,7 @@ class Recording:
                     runner.detach()
 
     def add(self, runner: "RecordingRunner", call: Call) -> RecordedCall:
-        """The call among those of its kind, whose first is traced."""
+        """Counts a call and returns its kind's `RecordedCall`; the first call of a kind is traced."""
         found = next((r for r in self.calls if r.component == runner.component and r.call.key == call.key), None)
         if found is None:
             self.on_progress(f"tracing {runner.component}")
@@ -119,19 +119,19 @@ class Recording:
         return found
 
     def __deepcopy__(self, memo):
-        return self  # where a pipeline copies its scheduler, for sound beside pictures
+        return self  # pipelines with audio copy their scheduler, which refers to this
 
     def step(self, scheduler, model_output, timestep, sample, *args, return_dict=True, **kwargs):
-        """A scheduler's step that hands the latents on."""
+        """Replaces a scheduler's step: returns the latents unchanged."""
         self.stepped[id(scheduler)] += 1
         self.last = None
-        if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM gives its old prediction third
+        if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM takes its old prediction too
             sample = args[0]
         return DDIMSchedulerOutput(sample, sample) if return_dict else (sample, sample)
 
 
 class RecordingRunner(CompiledModule):
-    """Writes calls down in place of running them."""
+    """Records calls instead of running them."""
 
     def __init__(self, component: str, module: torch.nn.Module, plan: ModelPlan, recording: Recording):
         super().__init__(module, plan, make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), recording.config)
@@ -148,9 +148,9 @@ def record(
     runner: Callable[..., RecordingRunner] = RecordingRunner,
     config: TPUConfig = TPUConfig(),
 ) -> Recording:
-    """The calls of `pipe(**arguments)`. What the pipeline needs and `arguments` do not hold (prompt, image, video) stands in.
+    """The calls of `pipe(**arguments)`, with placeholders for required arguments that are missing (prompt, image, video).
 
-    `runner`: what traces a module's calls, a `RecordingRunner`; `config`: what they are traced with.
+    `runner`: the `RecordingRunner` that traces a module's calls; `config`: the configuration of the traces.
 
     Raises whatever upstream's check of the arguments raises.
     """
@@ -165,7 +165,7 @@ def record(
     for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
         scheduler.step = partial(recording.step, scheduler)
     for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
-        for name in {"postprocess", "postprocess_video"} & {*dir(processor)}:  # pictures stay the decoder's zeros
+        for name in {"postprocess", "postprocess_video"} & {*dir(processor)}:  # keeps the decoder's zeros
             setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))
     try:
         pipe(**_complete(pipe, arguments))
@@ -189,7 +189,7 @@ def _complete(pipe, arguments: dict) -> dict:
         if kind in stand_ins and given.get(name, parameter.default) in (kind, inspect.Parameter.empty):
             given[name] = stand_ins[kind]
     if "video" in parameters and "num_frames" not in parameters and "num_frames" in given:
-        given.setdefault("video", [image] * given.pop("num_frames"))  # as many as are to come out
+        given.setdefault("video", [image] * given.pop("num_frames"))  # as many frames as the output has
     if "output_type" in parameters:
         given["output_type"] = "pt"
     return given

@@ -1,4 +1,4 @@
-"""The page: plans of one or several slices (`planner.plan`) as a single HTML file, to read, print or send."""
+"""The report: plans of one or several slices (`planner.plan`) as a single HTML file, to read, print or send."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ SHADES = 4  # of weights
 
 
 def step_ranges(plan: dict) -> str:
-    """Seconds of a step by what the heads of attention do: which of them, the weights and the prompt decide."""
+    """Range of a step's seconds for each softmax mode of attention. Weights and prompt determine the mode."""
     by_way = {way: f"{of['seconds']['total']:.3f} to {of['slower']:.3f} s" for way, of in plan["by_way"].items()}
     if len(set(by_way.values())) == 1:
         return f"{next(iter(by_way.values()))} per step"
@@ -25,11 +25,11 @@ def step_ranges(plan: dict) -> str:
 
 
 def page(plans: list[dict]) -> str:
-    """The document, of `templates/plan.html`, of plans as `planner.plan` returns them; with several a comparison is first."""
+    """The HTML of plans as `planner.plan` returns them, by `templates/plan.html`; several plans are compared first."""
     models, slices = (", ".join(dict.fromkeys(plan[name] for plan in plans)) for name in ("model", "topology"))
     views = [{**plan, **_view(plan)} for plan in plans]
     fitting = [view for view in views if view["fits"] and view["seconds_per_step"]["total"] is not None]
-    for view in views:  # (seconds, whether they are the least of those that fit), of a step and of all its chips
+    for view in views:  # (seconds, whether the least among plans that fit): of a step, and times the chips
         least = [
             view in fitting and cost == min(of["costs"][n] for of in fitting) for n, cost in enumerate(view["costs"])
         ]
@@ -47,7 +47,7 @@ def page(plans: list[dict]) -> str:
 
 
 def _view(plan: dict) -> dict:
-    """What the page shows of a plan beside its fields."""
+    """Values that the page shows of a plan in addition to its fields."""
     step, hbm = plan["seconds_per_step"]["total"], plan["hbm_gib_per_chip"]
     over = hbm["peak"] - hbm["limit"]
     beyond = f"by {over:.2f} GiB per chip" if over > 0 else "refused by the compiler"
@@ -76,7 +76,7 @@ def _view(plan: dict) -> dict:
 
 
 def _makes(plan: dict) -> str:
-    """What a run makes, in a word."""
+    """The word for what one run produces: "run" (several outputs), "video" or "picture"."""
     decoded = [part["shapes"][0] for part in plan["parts"] if part["stage"] == "decode" and part["shapes"]]
     if any(shape[0] > 1 for shape in decoded):
         return "run"
@@ -85,7 +85,7 @@ def _makes(plan: dict) -> str:
 
 
 def _memory(plan: dict) -> list[tuple[str, str, float]]:
-    """(colour, name, GiB) of what a chip holds at its peak."""
+    """(colour, name, GiB) of each share of a chip's memory at its peak."""
     hbm = plan["hbm_gib_per_chip"]
     here = (part for part in plan["parts"] if part["component"] not in plan["waiting"])
     largest = Counter({part["component"]: part["hbm_gib"]["weights"] for part in here}).most_common()
@@ -96,7 +96,7 @@ def _memory(plan: dict) -> list[tuple[str, str, float]]:
 
 
 def timed_parts(plan: dict) -> list[tuple[dict, float]]:
-    """The denoiser's programs that have a time, and how often each runs in a step."""
+    """The denoiser's programs with computed times, and how often each runs in a step."""
     denoise = (part for part in plan["parts"] if part["stage"] == "denoise" and part.get("timing"))
     return [(part, part["runs"] / plan["steps"]) for part in denoise]
 
@@ -116,7 +116,7 @@ def _operations(timed: list[tuple[dict, float]], key: str) -> list[tuple[dict, d
 
 
 def _facts(plans: list[dict]) -> list[tuple[str, str, str]]:
-    """(fact, words, slices) of what was asked and of what versions; no slices where all plans have it in common."""
+    """(fact, words, slices) of the request and the versions; `slices` is empty if all plans agree."""
     facts: dict[str, dict[str, list[str]]] = {"call": {}, "versions": {}, "dtype": {}}
     for plan in plans:
         call = {"pipeline": plan["pipeline"], "num_inference_steps": plan["steps"], **plan["call"]}

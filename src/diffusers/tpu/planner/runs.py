@@ -1,4 +1,4 @@
-"""What a run of a pipeline comes to on one slice and mesh: its programs, their seconds and their bytes on a chip."""
+"""Totals of a pipeline's run on one slice and mesh: its programs, their seconds and their bytes on a chip."""
 
 import hashlib
 import json
@@ -17,7 +17,8 @@ from .measured import Rates
 from .recording import RecordedCall, Recording
 
 
-# Of AdamW, in sizes of the weights that it steps: gradients for their norm, then scaled; weights, gradients and states, and what of these is new.
+# By clipping and AdamW, in sizes of the trained weights. Gradients read for the norm, read and written scaled; then weights,
+# gradients and two states read; weights and states written.
 READ_AND_WRITTEN = 3 + 4 + 3
 STAGES = {
     "text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "controlnet": "denoise",
@@ -27,29 +28,29 @@ LARGEST_MODULES = 12
 
 
 def stage_of(component: str) -> str:
-    """What part of a run a component does; its own name where that is not known."""
+    """The stage of a run that a component belongs to; its own name if `STAGES` has none."""
     return next((stage for prefix, stage in STAGES.items() if component.startswith(prefix)), component)
 
 
 @dataclass
 class Part:
-    """One program of the run: a component's call, alone or as several guidance branches side by side."""
+    """One program of the run: a component's call, of one guidance branch or of several in a batch."""
 
     recorded: RecordedCall
     branches: int
     planned_weights: int  # bytes on a chip, as `inputs`
     inputs: int
-    program_name: str | None = None  # of what the compiler gets (`kept.name_of`); None: it is modelled
+    program_name: str | None = None  # of the lowered program (`kept.name_of`); None: it is modelled
     compiled: CompiledProgram | None = None
     timed: dict[str, timing.Timing] | None = None  # by mode of the attention kernel
     refused: OutOfMemory | None = None
-    modelled_seconds: float = 0.0  # of what is not compiled
+    modelled_seconds: float = 0.0  # an estimate, if it is not compiled
     trace_seconds: float = 0.0
-    shared: int = 1  # chips that share what is not compiled
-    layout: str = ""  # who says how chips share it
-    mesh: dict[str, int] | None = None  # the program's: its batch may have more of `dp` than the run
-    passes: tuple[int, int] = (1, 1)  # what it takes of the call's FLOPs: of layers, of attention
-    trained: int = 0  # bytes on a chip of weights that an optimizer steps
+    shared: int = 1  # chips that share the work, if it is not compiled
+    layout: str = ""  # where its sharding comes from, `worker.layout_of`
+    mesh: dict[str, int] | None = None  # the program's: its batch may use a larger `dp` than the run
+    passes: tuple[int, int] = (1, 1)  # multiples of the call's FLOPs: of layers, of attention
+    trained: int = 0  # bytes on a chip of weights that an optimizer updates
 
     @property
     def component(self) -> str:
@@ -70,7 +71,7 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """Of one run, all heads of attention bound."""
+        """Seconds of one run, with all heads of attention in mode `BOUND`."""
         return self.timed[BOUND].seconds["total"] if self.timed is not None else self.modelled_seconds
 
     @property
@@ -80,7 +81,7 @@ class Part:
 
     @property
     def activations(self) -> int:
-        """Bytes on a chip beyond weights and program while it runs."""
+        """Bytes on a chip while it runs, without weights and program."""
         if self.compiled is not None:
             m = self.compiled.memory
             return m["arguments"] - self.weights + m["temporaries"] + m["outputs"] - m["aliased"]
@@ -94,10 +95,10 @@ class Part:
 
     @property
     def digest(self) -> str:
-        """Of the program, or of what was counted of it, and of what the run does with it."""
+        """A digest of the program's name, its counted work and its use in the run."""
         work = self.recorded.work
         said = [self.name, self.program_name, self.runs, self.branches, self.planned_weights, self.inputs]
-        said += [1, work.flops, work.bytes, work.live]  # the 1 stands in all records
+        said += [1, work.flops, work.bytes, work.live]  # the 1 is in every recorded digest
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def as_json(self) -> dict:
@@ -150,14 +151,14 @@ class PlannedRun:
 
     @property
     def beside(self) -> float:
-        """Seconds of a step beside its programs: to launch them, where that was measured, and an optimizer's."""
+        """Seconds of a step outside its programs: of their launches, if measured, and of an optimizer."""
         dispatch = 0.0 if self.rates is None else self.rates.dispatch
         launches = dispatch * sum(part.runs for part in self.denoise) / self.recording.steps
         return launches + READ_AND_WRITTEN * self.trained / self.topology.chip.hbm_bandwidth
 
     @property
     def trained(self) -> int:
-        """Bytes of a chip."""
+        """Bytes on a chip of the trained weights."""
         return sum(part.trained for part in self.denoise)
 
     @cached_property
@@ -173,7 +174,7 @@ class PlannedRun:
 
     @cached_property
     def at_peak(self) -> tuple[Part, dict[str, int]]:
-        """The part of the run that needs most of a chip, and the weights there by component: others wait on the host."""
+        """The part that needs the most memory of a chip, and the weights loaded then, by component; others are on the host."""
         held = turns(self.weights, self.room)
         fullest = max(self.parts, key=lambda p: sum(self.weights[n] for n in held[p.component]) + p.activations)
         return fullest, {name: self.weights[name] for name in held[fullest.component]}
@@ -197,7 +198,7 @@ class PlannedRun:
         return alone and self.hbm["peak"] <= self.hbm["limit"] and not any(part.refused for part in self.parts)
 
     def _of_a_step(self, seconds: list[dict[str, float]]) -> dict[str, float]:
-        """By kind; `seconds`: of a run of each denoising part."""
+        """A step's seconds by kind. `seconds`: of one run of each denoising part."""
         shares = [part.runs / self.recording.steps for part in self.denoise]
         sums = {kind: sum(share * of[kind] for share, of in zip(shares, seconds)) for kind in (*timing.KINDS, "total")}
         return {kind: s + (self.beside if kind in ("other", "total") else 0.0) for kind, s in sums.items()}

@@ -1,8 +1,8 @@
-"""Seconds of a compiled program, operation by operation; nothing is measured.
+"""Computed seconds of a compiled program, operation by operation; nothing is measured.
 
-An operation takes the longest of its final schedule (`bundles`), its rows through the busiest matrix unit, and its bytes at the HBM's
-bandwidth. One without a schedule has that of one alike, else the compiler's estimate. A collective takes its time on the links (`ici`);
-one that is started early costs what is left of it where it is waited for.
+An operation takes the longest of three times: its final schedule (`bundles`), its rows through the busiest matrix unit, and its
+bytes at the HBM's bandwidth. Without a schedule it has that of an equal operation, else the compiler's estimate. A collective takes
+its time on the links (`ici`); an asynchronous one costs only what remains of it at its "-done".
 """
 
 import math
@@ -26,13 +26,13 @@ ASYNCHRONOUS = ("async-start", "call-start")
 UPDATE = "dynamic-update-slice"
 READS_A_PART = {"dynamic-slice", "slice", "gather", UPDATE}
 KERNEL = "tpu_custom_call"
-RELAID = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion inside of one: its parameter in other tiles
+RELAID = "output_to_operand_aliasing={{}: (0, {})}"  # of a nested fusion that only retiles its parameter
 NOTHING_WRITTEN = 'custom_call_target="AllocateBuffer"'
 AROUND = ("exchange_", "key_norms_")  # kernels of ours around the attention kernel
 LINEAR = "linear_kernel"
-BETWEEN_SLICES = "xla_megascale_runtime"  # who hands over what a program receives from another slice
+BETWEEN_SLICES = "xla_megascale_runtime"  # in a "recv" of data from another slice
 KINDS = ("attention", "matmul", "other", "collectives")
-LARGEST, DEPTH = 40, 3  # operations that reports have; parts of a module's name
+LARGEST, DEPTH = 40, 3  # operations that a report lists; components of a module's name that it shows
 
 
 @dataclass
@@ -40,20 +40,20 @@ class Operation:
     """One operation of the program, all its runs together."""
 
     name: str
-    kind: str  # of `KINDS`; "attention" is a kernel, "collectives" the part that nothing hides
-    module: str  # upstream's name of the module it was traced in, blocks as `blocks.*`; "" outside of any
+    kind: str  # of `KINDS`; "attention" is a kernel, "collectives" the part that is not overlapped
+    module: str  # upstream's name of the module in which it was traced, blocks as `blocks.*`; "" outside of any
     what: str  # JAX's name of the operation
     runs: int
-    seconds: float  # of all runs; of a collective what the step waits for it, `hidden` the rest
-    limit: str  # what its time is: "schedule", "memory", "estimate", "links" or, between slices, "network"
+    seconds: float  # of all runs; of a collective only the part that is not overlapped, `hidden` the rest
+    limit: str  # what determines its time: "schedule", "memory", "estimate", "links" or, between slices, "network"
     bytes: int  # to and from HBM in one run; of a collective, sent over links by each chip
     hidden: float = 0.0
-    steps: int = 0  # of a kernel, the trips of its grid
-    body: int = 0  # bundles that every one of them runs
+    steps: int = 0  # of a kernel's grid
+    body: int = 0  # bundles that every step runs
 
 
-# What a chip may reach of its figures, for the upper end of a range: of HBM and links, as "How To Scale Your Model" says
-# of v5e; of the clock `Chip.stalls`.
+# Shares of the published bandwidths for the upper end of a range, as "How To Scale Your Model" says of v5e. Its clock is
+# divided by `Chip.stalls`.
 HBM_REACHED, LINKS_REACHED = 0.9, 0.75
 
 
@@ -61,7 +61,7 @@ HBM_REACHED, LINKS_REACHED = 0.9, 0.75
 class Timing:
     """The operations of one program, and sums over them in seconds.
 
-    `slower`: `seconds` of a chip that waits more: of `HBM_REACHED`, `LINKS_REACHED`, `Chip.stalls`.
+    `slower`: `seconds` at the upper end of the range: with `HBM_REACHED`, `LINKS_REACHED` and `Chip.stalls`.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Timing:
 
     @property
     def hidden_collectives(self) -> float:
-        """Seconds of transfers that other work hides."""
+        """Seconds of transfers that overlap with other work."""
         return sum(o.hidden for o in self.operations)
 
     def _sums(self, key) -> dict[str, float]:
@@ -85,7 +85,7 @@ class Timing:
         return dict(sums.most_common())
 
     def as_json(self) -> dict:
-        """What reports show of it: sums by kind, by upstream module, by kind and JAX's name of the operation; largest first."""
+        """The fields for reports: sums by kind, by upstream module, by kind and JAX's name of the operation; largest first."""
         top = sorted(self.operations, key=lambda o: -o.seconds)[:LARGEST]
         return {
             "seconds": self.seconds,
@@ -101,7 +101,7 @@ class Timing:
 def time_program(
     compiled: CompiledProgram, chip: Chip, places: list[ici.Place], rates: Rates | None = None
 ) -> dict[str, Timing]:
-    """The program's time by mode of the attention kernel (`softmax_modes`), as if all heads went it.
+    """The program's time by mode of the attention kernel (`softmax_modes`), each as if all heads used it.
 
     Args:
         places: x, y, z and half of each device in the mesh's order.
@@ -129,13 +129,13 @@ def time_program(
 
 
 def units(text: str) -> dict[str, tuple[str, str, int]]:
-    """Of each operation of a program's text: JAX's name, "links", "matrix" or "vector", and bytes to and from HBM in one run."""
+    """Operation -> JAX's name, unit ("links", "matrix" or "vector"), and bytes to and from HBM in one run, of a program's text."""
     program = hlo.parse(text)
     clock, found = _Clock(program, {}, None, []), {}
     for instructions in map(program.by_name, program.computations):
         for i in instructions.values():
             unit = "links" if clock._collective(i) else "vector" if clock._kind(i) == "other" else "matrix"
-            if i.opcode.endswith("-done") and i.operands:  # it waits for what was started
+            if i.opcode.endswith("-done") and i.operands:  # of the operation that it completes
                 unit = found.get(i.operands[0], ("", unit))[1]
             found[i.name] = i.op_name, unit, clock._bytes(i, instructions)
     return found
@@ -148,7 +148,7 @@ def module_of(op_name: str) -> str:
 
 
 def short(module: str) -> str:
-    """A module's name as sums have it."""
+    """A module's name as in sums: its first `DEPTH` components."""
     return ".".join(module.split(".")[:DEPTH]) or "(between modules)"
 
 
@@ -177,7 +177,7 @@ class _Clock:
         return Timing(self.found)
 
     def _run(self, computation: str, runs: int) -> float:
-        """Seconds of one run of a computation; its operations are added, `runs` times each."""
+        """Seconds of one run of a computation. Its operations are added to `found`, `runs` times each."""
         now, free, pending = 0.0, {"links": 0.0, "network": 0.0}, {}
         instructions = self.program.by_name(computation)
         for i in instructions.values():
@@ -213,7 +213,7 @@ class _Clock:
         return now
 
     def _collective(self, i: hlo.Instruction) -> hlo.Instruction | None:
-        """The collective that this is, or that it starts beside what follows; a SparseCore's are calls."""
+        """The collective that this instruction is or calls asynchronously, as it does on a SparseCore; None: neither."""
         inside = self.program.inside(i) if i.opcode in ASYNCHRONOUS else [i]
         return next((x for x in inside if x.opcode.removesuffix("-start") in ici.COLLECTIVES), None)
 
@@ -250,7 +250,7 @@ class _Clock:
         return "matmul" if products else "other"
 
     def _bytes(self, i: hlo.Instruction, instructions: dict) -> int:
-        """To and from HBM. Of an operand of which only a part is read, or a result that is written in place, that part."""
+        """Bytes to and from HBM. Of an operand read in part, or a result updated in place, only that part counts."""
         inner, total = self.program.inside(i) if i.opcode == "fusion" else [], i.hbm_bytes
         names = {x.name: x for x in inner} or instructions
         for update in (x for x in inner or [i] if x.opcode == UPDATE):  # the rest of the array stays as it is
@@ -258,7 +258,7 @@ class _Clock:
             if part is not None and any((one.dims, one.space) == (made.dims, 0) for one in i.arrays):
                 total -= update.hbm_bytes - part.stored_bytes
         stated = i.attribute(r'"bytes_accessed":"(\d+)"') if KERNEL in i.rest else ""
-        most = int(stated) if stated else math.inf  # a kernel reads one of a stack of layers' weights, or some columns
+        most = int(stated) if stated else math.inf  # a kernel may read one layer of stacked weights, or some columns
         for number, operand in enumerate(i.operands):
             source = instructions.get(operand)
             if source is not None and inner:
@@ -268,11 +268,11 @@ class _Clock:
         return max(int(min(total, most)), 0)
 
     def _read(self, computation: list[hlo.Instruction], number: int, size: int) -> int:
-        """Bytes of `size` that a computation, and what it calls, reads of its parameter of this number."""
+        """Bytes that a computation, with those it calls, reads of its parameter `number`, which has `size` bytes."""
         names = {x.name: x for x in computation}
         held = {x.name for x in computation if x.opcode == "parameter" and int(x.operands[0]) == number}
         total, used = 0, False
-        for x in computation:  # in order: what only gives the parameter another shape is the parameter
+        for x in computation:  # in order: a bitcast or retiling of the parameter counts as the parameter
             places = [place for place, name in enumerate(x.operands) if name in held]
             if places and (x.opcode == "bitcast" or (x.opcode == "fusion" and RELAID in x.rest)):
                 held.add(x.name)
@@ -285,7 +285,7 @@ class _Clock:
         return min(size, total) if used else size
 
     def _likeness(self, i: hlo.Instruction, instructions: dict) -> str:
-        """What two operations share that have one schedule: opcode, shapes, also of operands, windows, the inside of a fusion."""
+        """A key, equal for operations of the same schedule: opcode, shapes, operands' shapes, windows, the inside of a fusion."""
         inner = [(x.opcode, x.shape) for x in self.program.inside(i)]
         operands = [instructions[name].shape for name in i.operands if name in instructions]
         return repr((i.opcode, i.shape, operands, i.attribute(r'("window_config":\{.*?\})'), inner))
@@ -296,7 +296,7 @@ def _reads_a_part(user: hlo.Instruction, operand: str) -> bool:
 
 
 def _part(user: hlo.Instruction, names: dict) -> int:
-    """Bytes of its first operand that it reads: a part, where a part is written of tiles that are not all of it."""
+    """Bytes that `user` reads of its first operand. An update reads as many as it writes, or none if it writes whole tiles."""
     if user.opcode != UPDATE:
         return user.stored_bytes
     part, made = names.get(user.operands[1]), user.arrays[0]

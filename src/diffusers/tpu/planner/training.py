@@ -1,5 +1,5 @@
-"""A step of training in place of a run: the denoiser there and back, compiled as one program; clipping and AdamW by what they read and
-write of a chip's memory."""
+"""Plans a training step instead of a run. The denoiser's forward and backward pass are compiled as one program; clipping and AdamW
+are estimated from the bytes that they read and write."""
 
 import jax
 
@@ -13,18 +13,18 @@ from .runs import stage_of
 
 RANK = 16
 PROJECTIONS = ["to_q", "to_k", "to_v", "to_out.0"]  # of upstream's scripts for LoRA
-# Of the call's FLOPs of layers and of attention: itself, gradients of activations, those of weights; not what is computed again.
-# Each of attention's two products has two gradients, whatever is trained.
+# Multiples of the call's FLOPs (layers, attention): forward, gradients of activations, gradients of weights; no recomputation.
+# Each of attention's two products has two gradients, whichever weights are trained.
 PASSES = {"lora": (2, 3), "full": (3, 3)}
 
 
 def prepare(pipe, kind: str, arguments: dict):
-    """Denoisers as a training script has them, and a call without guidance.
+    """Sets up denoisers as a training script does, and `arguments` for a call without guidance.
 
-    Raises ValueError for a denoiser without such projections.
+    Raises ValueError if `kind` is "lora" and a denoiser has none of `PROJECTIONS`.
     """
     if kind == "lora":
-        from peft import LoraConfig  # an extra's
+        from peft import LoraConfig  # an optional dependency
 
     arguments["guidance_scale"] = 1.0
     for name, module in modules_of(pipe).items():
@@ -36,7 +36,7 @@ def prepare(pipe, kind: str, arguments: dict):
 
 
 def one_step(recording: Recording):
-    """Only denoisers are called, each once."""
+    """Keeps only the calls of denoisers, each once, in a single step."""
     recording.calls = [call for call in recording.calls if stage_of(call.component) == "denoise"]
     recording.stepped.clear()
     recording.stepped[0] = 1
@@ -45,7 +45,7 @@ def one_step(recording: Recording):
 
 
 def lowered(runner: CompiledModule, call: Call) -> tuple[jax.stages.Lowered, int]:
-    """There and back, and how many bytes of a chip the weights take that are trained."""
+    """The lowered forward and backward pass, and the bytes per chip of the weights that are trained."""
     runner.current()
     differentiated = DifferentiatedCall(runner, call)
     wanted = differentiated.wanted

@@ -1,7 +1,7 @@
-"""What a trace asks for, counted before any compiler: floating point operations, and a first guess of time and memory.
+"""Counts the work of a trace without compiling it: floating point operations, and estimates of time and memory.
 
-Counted are products (a multiplication and an addition each): matrix products, convolutions and attention, whose two
-products are taken over all queries and keys, whichever kernel does them; of sparse attention over the keys that are seen.
+Only products count (a multiplication and an addition each): matrix products, convolutions and attention. Attention's two
+products are over all queries and keys, whichever kernel computes them; sparse attention's are over the keys that are seen.
 """
 
 import math
@@ -16,35 +16,35 @@ from ..kernels.attention.api import ATTENTION
 from .timing import module_of
 
 
-# Which share of their peak compiled programs reach, by what we have seen of them (Wan 14B, 720p, v6e-8): products of
-# bfloat16 in blocks, the attention kernel, and the bandwidth of what is not fused away.
+# Shares of peak rates that compiled programs reach, as seen in those of Wan 14B, 720p, v6e-8: bfloat16 products in blocks,
+# the attention kernel, and the bandwidth of operations that are not fused.
 PRODUCTS_REACH, ATTENTION_REACH, MEMORY_REACH = 0.6, 0.35, 0.8
 KEPT_APART = set("reduce_sum reduce_max concatenate pad gather scatter transpose dynamic_slice sort".split())
 
 
 @dataclass
 class Work:
-    """Of one trace, over all devices."""
+    """The work of one trace, summed over all devices."""
 
-    products: float = 0.0  # floating point operations, as those of `attention` and `by_module`
+    products: float = 0.0  # floating point operations, as are `attention` and `by_module`
     attention: float = 0.0
-    padded: Counter[int] = field(default_factory=Counter)  # products with channels filled up to a matrix unit's side
-    bytes: float = 0.0  # read and written by operations that compilers keep apart (products, reductions, moves)
+    padded: Counter[int] = field(default_factory=Counter)  # `products`, channels padded to a matrix unit's side
+    bytes: float = 0.0  # read and written by operations that are not fused (products, reductions, moves)
     live: int = 0  # the most bytes of intermediate values alive at once
     by_module: Counter[str] = field(default_factory=Counter)
     calls: Counter[tuple[int, ...]] = field(default_factory=Counter)  # (batch, heads, queries, keys, head size)
-    scans: int = 0  # loops, of equal blocks for the most part
+    scans: int = 0  # loops, mostly over equal blocks
 
     @property
     def flops(self) -> float:
         return self.flops_of((1, 1))
 
     def flops_of(self, passes: tuple[int, int]) -> float:
-        """With so many passes through layers and through attention."""
+        """FLOPs with this many passes through layers and through attention."""
         return passes[0] * self.products + passes[1] * self.attention
 
     def seconds(self, chip: Chip, chips: int) -> float:
-        """A guess for `chips` that share the work evenly, transfers left out."""
+        """Estimated seconds if `chips` share the work evenly, without transfers."""
         products = self.padded[chip.matrix_side] / chip.flops / PRODUCTS_REACH
         attention = self.attention / chip.flops / ATTENTION_REACH
         return (products + attention + self.bytes / chip.hbm_bandwidth / MEMORY_REACH) / chips
@@ -58,7 +58,7 @@ def count(jaxpr: core.ClosedJaxpr) -> Work:
 
 
 def _count(jaxpr, runs: int, work: Work, path: str) -> int:
-    """Adds a jaxpr's work, `runs` times; returns the bytes alive at its fullest, its inputs left out."""
+    """Adds a jaxpr's work, `runs` times; returns the peak of its live bytes, without its inputs."""
     last_use = {}
     for n, eqn in enumerate(jaxpr.eqns):
         last_use.update({var: n for var in eqn.invars if isinstance(var, core.Var)})
@@ -108,7 +108,7 @@ def _one(eqn, runs: int, work: Work, path: str) -> int:
 
 
 def _product(eqn) -> tuple[float, tuple[int, int]]:
-    """Floating point operations, and the two sizes that lie on the sides of the matrix unit."""
+    """Floating point operations, and the two sizes that the sides of the matrix unit hold."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
         left, right = (var.aval for var in eqn.invars)

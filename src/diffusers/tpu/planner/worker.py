@@ -1,4 +1,4 @@
-"""One question to the planner, answered in the compiler's process: `answer` is what `planner.plan` runs in a child."""
+"""Makes one plan in the compiler's process: `planner.plan` runs `answer` in a child process."""
 
 import contextlib
 import importlib.metadata
@@ -33,22 +33,22 @@ FAULTS = (
     "/tpu/bridge/",
     "/tpu/compile/",
     "/tpu/kernels/",
-)  # no user's input is looked at in files there
+)  # files that do not check users' input: an error raised there is a bug
 
 
 def answer(request: dict, progress: Callable) -> dict:
     """The plan of one request on one topology.
 
     Args:
-        request: as `planner.request_of` makes it; `named`: only names of its programs are asked for, nothing is compiled.
+        request: as `planner.request_of` makes it; with `named`, only digests of its programs are returned and nothing is compiled.
 
-    Raises BadRequest for what cannot be planned.
+    Raises BadRequest for a request that cannot be planned.
     """
     topology = find_topology(request["topology"])
     recording = recording_of(request, progress)
     with resolve_name(request["within"])() if request.get("within") else contextlib.nullcontext():
         planner = Planner(request, topology, recording, progress)
-        if request.get("named"):  # not for mesh "auto", which the compiler chooses
+        if request.get("named"):  # not for mesh "auto", whose choice needs compiling
             mesh = tuple(request["mesh"] or planner.default_mesh(topology))
             return {"programs": [part.digest for part in planner.plan_on(topology, mesh).parts], "reader": READER}
         run, ranking = planner.choose()
@@ -68,12 +68,12 @@ def answer(request: dict, progress: Callable) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides a plan."""
+    """The versions on which a plan depends."""
     return {**{name: importlib.metadata.version(name) for name in VERSIONS}, "sources": sources()}
 
 
 def recording_of(request: dict, progress: Callable) -> Recording:
-    """The calls of the run that is asked for. Raises BadRequest for what cannot be."""
+    """The calls of the requested run. Raises BadRequest for an invalid request."""
     progress(f"building {request['model']} without weights")
     try:
         configuration = configuration_of(request["model"])
@@ -89,7 +89,7 @@ def recording_of(request: dict, progress: Callable) -> Recording:
         recording = record(pipe, arguments, progress, config=TPUConfig(**by_step))
     except (ValueError, TypeError) as error:
         if bridge.raised_inside(error, FAULTS):
-            raise  # its traceback says more than its message
+            raise  # a bug: its traceback says more than its message
         raise BadRequest(" ".join(str(error).split())) from error
     if not recording.steps:
         raise BadRequest(f"expected a pipeline that denoises in steps, got {type(pipe).__name__} without any")
@@ -101,7 +101,7 @@ def recording_of(request: dict, progress: Callable) -> Recording:
 
 
 def _check_size(arguments: dict, recording: Recording):
-    """Upstream rounds some sizes in silence: what was asked for must be what comes out."""
+    """Raises BadRequest if the output has another size than was asked for: upstream rounds some sizes silently."""
     if not (decoded := [r for r in recording.calls if r.call.entry == "decode" and "audio" not in r.component]):
         return
     shape, pipe = decoded[-1].program.avals[0].shape, recording.pipe
@@ -119,14 +119,14 @@ def _check_size(arguments: dict, recording: Recording):
 
 
 def layout_of(runner: CompiledModule) -> str:
-    """Who says how chips share the work of a model."""
+    """Where a model's sharding comes from: "its plan", "inferred" or "the compiler"."""
     if model_plan(type(runner.module)) is not None:
         return "its plan"
     return "inferred" if runner.plan.activation_spec == INFERRED else "the compiler"
 
 
 class Planner:
-    """The programs of one recorded run, compiled for slices and meshes."""
+    """Compiles the programs of one recorded run for slices and meshes."""
 
     def __init__(self, request: dict, topology: Topology, recording: Recording, progress: Callable):
         self.request, self.topology, self.recording, self.progress = request, topology, recording, progress
@@ -143,7 +143,7 @@ class Planner:
             self.denoisers.append(meshes.Denoiser(module_plan(module), r.work, r.call.batch, r.branches, size))
 
     def choose(self) -> tuple[PlannedRun, list[dict]]:
-        """The run on the mesh asked for, or on the best of those that were compiled, and the ranking of meshes."""
+        """The run on the requested mesh, or on the fastest of those compiled, and the ranking of meshes."""
         wanted = self.request["mesh"]
         if wanted != "auto":
             mesh = tuple(wanted) if wanted else self.default_mesh(self.topology)
@@ -171,7 +171,7 @@ class Planner:
         return degrees_of(self.recording.modules, devices, self.config, None, pipeline_plan(type(pipe)).branches(pipe))
 
     def plan_on(self, topology: Topology, mesh: tuple[int, int, int], stages: tuple[str, ...] = ()) -> PlannedRun:
-        """The run on one mesh, its programs compiled or modelled. `stages`: of these components; none: of all that were asked for."""
+        """The run on one mesh, its programs compiled or modelled. `stages`: those to plan; empty: all requested components."""
         compiler, parts, only = Compiler(topology), [], self.request.get("only")
         config = replace(self.config, mesh=mesh, regroup=self.config.regroup and not self.request["mesh"])
         trained = bool(self.request.get("train"))
@@ -203,7 +203,7 @@ class Planner:
         part.program_name = kept.name_of(compiler, lowered, mesh, options)
         if self.request.get("named"):
             return part
-        program = hash((topology.name, lowered.as_text()))  # two experts are one program
+        program = hash((topology.name, lowered.as_text()))  # two equal experts share one
         if program not in self.compiled:
             try:
                 compiled = kept.compiled(compiler, lowered, mesh, options)

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors, converted to the dtype that was asked for when their values are needed, not when they are loaded.
+"""A checkpoint's tensors, converted to the requested dtype when their values are needed, not when they are loaded.
 
-A `FileTensor` is a host tensor of that dtype with no storage yet. `FileTensor.read(index)` converts a part of the mapped file and
-keeps nothing: so weights go to the chips. Any other use converts all values, once, to an ordinary parameter.
+A `FileTensor` is a host tensor of that dtype without storage. `FileTensor.read(index)` converts a part of the mapped file and
+caches nothing; the weights of the chips are read this way. Any other use converts all values, once, into an ordinary parameter.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ _settling, _loading = threading.Lock(), threading.RLock()
 
 @dataclass(eq=False)
 class Source:
-    """Where values come from: a tensor of the file and the dtypes it passes through, or a part of what training keeps on the chips
-    (`compile.chip_arrays.Part`), which changes; None once they are in memory."""
+    """Where values come from: a tensor of the file and the dtypes to which it is converted in turn, or what training keeps and
+    changes on the chips (`compile.chip_arrays.Part`). `values` is None once they are in memory."""
 
     values: torch.Tensor | None
     dtypes: tuple[torch.dtype, ...] = ()
 
 
 class FileTensor(torch.Tensor):
-    """A tensor whose values are in a file. Aliases of one (`detach`) share `source` and, later, the storage."""
+    """A tensor whose values are in a file. Its aliases (`detach`) share `source` and, later, the storage."""
 
     source: Source
 
@@ -40,7 +40,7 @@ class FileTensor(torch.Tensor):
 
     @classmethod
     def of(cls, values: torch.Tensor, *dtypes: torch.dtype) -> "FileTensor":
-        """The tensor that is `values` converted to one dtype after the other."""
+        """The tensor of `values`, converted to these dtypes in turn."""
         with _plain():
             empty = torch.empty(values.shape, dtype=(values.dtype, *dtypes)[-1], device="cpu")
             empty.untyped_storage().resize_(0)
@@ -53,14 +53,14 @@ class FileTensor(torch.Tensor):
         return tensor
 
     def read(self, index=...) -> torch.Tensor:
-        """The values at `index`, as an ordinary tensor that is kept nowhere."""
+        """The values at `index`, as an ordinary tensor that is not cached."""
         values, dtypes = self.source.values, self.source.dtypes
         with _plain():
             part = self.as_subclass(torch.Tensor).detach() if values is None else values
             return functools.reduce(torch.Tensor.to, () if values is None else dtypes, part[index])
 
     def settle(self) -> torch.Tensor:
-        """This same object as an ordinary tensor or parameter, its values in memory, also for its aliases."""
+        """Turns this object into an ordinary tensor or parameter with its values in memory, which its aliases share."""
         with _settling, _plain():
             if type(self) is FileTensor:
                 if (given := self.source.values) is not None:
@@ -75,7 +75,7 @@ class FileTensor(torch.Tensor):
 
     @classmethod
     def stand_in(cls, tensor: torch.Tensor, values):
-        """This same tensor or parameter as one whose values are there; its memory is free, if nothing else has it."""
+        """Turns `tensor` into a FileTensor with these values as its source. Frees its memory, if nothing else uses it."""
         with _plain():
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             empty.untyped_storage().resize_(0)
@@ -86,7 +86,7 @@ class FileTensor(torch.Tensor):
 
     def _become_ordinary(self):
         self.__class__ = torch.nn.Parameter if vars(self).pop("_is_param", False) else torch.Tensor
-        del self.source  # torch would write it to files
+        del self.source  # torch would save it to files
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -114,31 +114,31 @@ class FileTensor(torch.Tensor):
 
 
 def waiting(tensor: torch.Tensor) -> torch.Tensor:
-    """A floating tensor of a checkpoint, its conversions put off; any other tensor as it is."""
+    """A contiguous floating tensor of a checkpoint with deferred conversion; any other tensor unchanged."""
     if type(tensor) is not torch.Tensor or not tensor.is_floating_point() or not tensor.is_contiguous():
         return tensor
     return FileTensor.of(tensor)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether its values are what its bytes say: not so of quantized weights, which are subclasses of torch's tensor."""
+    """Whether its bytes are its values; not so for quantized weights, which are subclasses of torch's tensor."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, FileTensor)
 
 
 def on_chips(tensor: torch.Tensor) -> bool:
-    """Whether it stands for what training keeps there."""
+    """Whether training keeps its values on the chips."""
     return type(tensor) is FileTensor and not isinstance(tensor.source.values, (torch.Tensor, type(None)))
 
 
 def settled(*tree):
-    """Every tensor among the leaves of `tree` has its values in memory from now on."""
+    """Brings the values of every tensor among the leaves of `tree` into memory."""
     for leaf in tree_leaves(tree):
         if type(leaf) is FileTensor:
             leaf.settle()
 
 
 def values(tensor: torch.Tensor, index=...) -> torch.Tensor:
-    """The values at `index`; those of a file are read and not kept."""
+    """The values at `index`; those of a file are read and not cached."""
     if type(tensor) is FileTensor:
         return tensor.read(index)
     if index is ... and type(tensor) is torch.Tensor and not tensor.requires_grad:
@@ -149,13 +149,13 @@ def values(tensor: torch.Tensor, index=...) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _plain():
-    """torch as it is: no modes, no subclasses, no gradients, also inside of torchax's environment."""
+    """A context of plain torch, without modes, subclasses or gradients, even inside torchax's environment."""
     with torch.inference_mode(False), torch.no_grad():
         with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             yield
 
 
-# What can be said and done without the values
+# Functions that do not need the values
 
 
 def _alias(tensor: FileTensor) -> FileTensor:
@@ -170,7 +170,7 @@ def _same(tensor: FileTensor, index=..., **kwargs):
 def _converted(tensor: FileTensor, *args, **kwargs):
     try:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
-    except (TypeError, RuntimeError):  # a form of `to` that asks for more, a copy say
+    except (TypeError, RuntimeError):  # another form of `to`, a copy for example
         return NotImplemented
     if (device is not None and device.type != "cpu") or layout is not None:
         return NotImplemented
@@ -217,7 +217,7 @@ _PROPERTIES_WITH_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 
 
 def is_about_values(func) -> bool:
-    """Whether a torch function needs its tensors' values or memory, not shape, dtype and the like alone."""
+    """Whether a torch function needs its tensors' values or memory, and not only shape, dtype and the like."""
     is_property = getattr(func, "__name__", None) == "__get__"
     return func.__self__.__name__ in _PROPERTIES_WITH_VALUES if is_property else func not in _ABOUT_SHAPE
 
@@ -226,8 +226,8 @@ def is_about_values(func) -> bool:
 
 
 def checked(load: Callable) -> Callable:
-    """A model's `from_pretrained` that puts conversions off. It raises ValueError with names of the weights that the checkpoint does
-    not have, and OSError for a file that is cut off."""
+    """A model's `from_pretrained` with deferred conversions. It raises ValueError with the names of weights that the checkpoint
+    lacks, or if shapes differ, and OSError for a file that is cut off."""
     from transformers import PreTrainedModel, modeling_utils
 
     from ...models.modeling_utils import LegacyModelMixin, ModelMixin
@@ -241,7 +241,7 @@ def checked(load: Callable) -> Callable:
         folder = os.path.join(path, kwargs.get("subfolder") or "")
         with contextlib.ExitStack() as stack:
             if load.__func__ is loaders[PreTrainedModel] and kwargs.get("quantization_config") is None:
-                # Transformers' loader has no way of its own to ask for waiting tensors; each thread puts back what it found.
+                # Transformers' loader has no option for deferred tensors. Each thread restores what it found.
                 stack.enter_context(_loading)
                 stack.callback(setattr, modeling_utils, "safe_open", modeling_utils.safe_open)
                 modeling_utils.safe_open = _File
@@ -277,7 +277,7 @@ def missing_message(model: str, names: list[str], path=None) -> str:
 
 
 class _File:
-    """A safetensors file whose slices, taken whole, are waiting tensors."""
+    """A safetensors file whose slices, taken whole, are tensors with deferred conversion."""
 
     def __init__(self, path, *args, **kwargs):
         self.file = safe_open(path, *args, **kwargs)

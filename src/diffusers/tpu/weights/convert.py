@@ -1,4 +1,4 @@
-"""Values between torch's host tensors and JAX's or numpy's arrays, to the last bit."""
+"""Bit-exact conversion between torch's host tensors and JAX's or numpy's arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from .checkpoint import values
 
 
 def as_numpy(t: torch.Tensor, own: bool = False) -> np.ndarray:
-    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits. `own`: in memory of their own,
-    for a JAX array: backends take memory as it is, or read it later, with what is written into the tensor meanwhile."""
+    """A host tensor's values, without a copy if it is contiguous; bfloat16 and float8 keep their bits. `own`: in separate memory,
+    for a JAX array: backends use memory without a copy, or read it later, after further writes to the tensor."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         t = values(t).clone(memory_format=torch.contiguous_format) if own else values(t).contiguous()
         dtype = _same(t.dtype)
@@ -27,12 +27,12 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def _same(dtype: torch.dtype) -> np.dtype:
-    """numpy's, or that of ml_dtypes, which has the same name."""
+    """The dtype of the same name in numpy or ml_dtypes."""
     return jnp.dtype(str(dtype).removeprefix("torch."))
 
 
 def from_numpy(x) -> torch.Tensor:
-    """A JAX or numpy array as a host tensor of its own; bfloat16 and float8 keep their bits."""
+    """A JAX or numpy array copied to a host tensor; bfloat16 and float8 keep their bits."""
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_ready():
         with exclusive.released():  # other threads may launch programs until the chips have computed it
             x.block_until_ready()

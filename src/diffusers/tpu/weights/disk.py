@@ -1,4 +1,4 @@
-"""Checkpoint files: mapped without being read, and read ahead of need by the kernel."""
+"""Checkpoint files: memory-mapped without being read, and read ahead by the operating system's kernel."""
 
 import contextlib
 import ctypes
@@ -16,16 +16,16 @@ import torch
 from safetensors import safe_open
 
 
-HEADER_LENGTH = 8  # bytes before a safetensors header, which say how long it is
-AHEAD_BYTES = 8 << 20  # the kernel reads no more ahead at one request
+HEADER_LENGTH = 8  # bytes before a safetensors header, which hold its length
+AHEAD_BYTES = 8 << 20  # most that the kernel reads ahead per request
 WILLNEED, POPULATE_READ = 3, 22  # of Linux's `madvise`
 _one_file = threading.Lock()
 
 
 def load_file(path: str | os.PathLike, device="cpu") -> dict[str, torch.Tensor]:
-    """As safetensors' function of this name, which waits for the first byte of every tensor; here the file is not touched."""
+    """As safetensors' function of this name, which reads the first byte of every tensor; here none is read."""
     with safe_open(path, framework="pt", device=device) as file, open(path, "rb") as header:
-        slices = {name: file.get_slice(name) for name in file.offset_keys()}  # one lies behind the other
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}  # in the order of the file
         kinds = [safetensors.torch._TYPES.get(one.get_dtype()) for one in slices.values()]
         start, places = HEADER_LENGTH + int.from_bytes(header.read(HEADER_LENGTH), "little"), {}
         for (name, one), dtype in zip(slices.items(), kinds):
@@ -37,18 +37,18 @@ def load_file(path: str | os.PathLike, device="cpu") -> dict[str, torch.Tensor]:
     path = os.fspath(path)
     storage = torch.UntypedStorage.from_file(path, False, os.path.getsize(path))
     if "jax" not in sys.modules or not sys.modules["jax"].distributed.is_initialized():
-        # Several processes that share a model each have only a part of a file to read.
+        # Processes that share a model each read only a part of a file.
         threading.Thread(target=_read_ahead, args=(path,), name="diffusers-tpu-read-ahead", daemon=True).start()
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         return {
-            # Each a storage of its own: upstream does not save tensors that share one.
+            # Each has its own storage: upstream does not save tensors that share one.
             name: torch.empty(0, dtype=dtype, device="cpu").set_(storage[start:stop], 0, shape)
             for name, (dtype, shape, start, stop) in places.items()
         }
 
 
 def _read_ahead(path: str):
-    """Let the kernel read this file into its cache, after those that were asked for before. No exit waits for it."""
+    """Lets the kernel read this file into its cache, one file at a time, if that has room. Exit does not wait for it."""
     with _one_file, contextlib.suppress(OSError, AttributeError), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
@@ -57,9 +57,9 @@ def _read_ahead(path: str):
 
 
 def fetch(address: int, nbytes: int, what: str):
-    """Read what is mapped here, at once; pages that come by faults come one after the other. Other memory stays as it is.
+    """Reads the mapped pages at this address in one request; page faults would read them one by one. Other memory is unaffected.
 
-    Raises OSError where the file of `what` has become shorter than it was when it was mapped.
+    Raises OSError if the file of `what` was cut after it was mapped.
     """
     if sys.platform != "linux":
         return

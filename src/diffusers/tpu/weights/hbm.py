@@ -1,7 +1,7 @@
-"""Which models' weights are on the chips: all while they fit, else those whose turn it is; the others wait on the host.
+"""Which models' weights are on the chips: all if they fit, else those in use; the others stay on the host.
 
-The least recently used model makes room. The model that comes next and is like the one that runs (the second of two experts) is
-prefetched while that works: compiled, and moved in if both have room.
+The least recently used model is evicted first. While a model runs, the next one of its kind (the second of two experts) is
+prefetched: compiled, and loaded if both fit.
 """
 
 import gc
@@ -24,9 +24,9 @@ from ..common.config import TPUConfig
 
 logger = logging.get_logger(__name__)
 
-RESERVED = 0.25  # of a chip's HBM, for activations and programs, where the configuration does not say
-SMALL = 2 / 3  # of what weights may take: what a VAE makes of a video takes more than is reserved
-CODE = 1 / 16  # of it, for the code of a model's programs
+RESERVED = 0.25  # of a chip's HBM, for activations and programs, unless configured
+SMALL = 2 / 3  # of what weights may take: a VAE's activations of a video take more than is reserved
+CODE = 1 / 16  # of a chip's HBM, for the code of a model's programs
 
 
 def room_for_weights(hbm: int, config: TPUConfig) -> int:
@@ -43,7 +43,7 @@ def room_for_programs(hbm: int | None, config: TPUConfig) -> float | None:
 
 
 def leaving(placed: list, bytes_of: Callable, need: int, limit: int | None, keep=None) -> list:
-    """Of what is placed, least recently used first, what leaves so that `need` bytes more are within the limit."""
+    """What to evict of `placed`, least recently used first, so that `need` more bytes are within the limit; never `keep`."""
     gone, held = [], sum(map(bytes_of, placed))
     for one in placed:
         if limit is None or held + need <= limit:
@@ -55,7 +55,7 @@ def leaving(placed: list, bytes_of: Callable, need: int, limit: int | None, keep
 
 
 def turns(sizes: dict[str, int], limit: int | None) -> dict[str, list[str]]:
-    """Whose weights are on a chip while each model works. `sizes`: bytes on a chip by model, in the order of use."""
+    """Model -> the models whose weights are on a chip while it runs. `sizes`: model -> bytes on a chip, in the order of use."""
     placed: list[str] = []
     for name, size in sizes.items():
         if not leaving(placed, sizes.__getitem__, size, limit) and (limit is None or size <= limit):
@@ -73,8 +73,8 @@ Models = dict[str, tuple[torch.nn.Module, ModelPlan]]
 
 
 def tensor_degree(models: Models, chips: int, limit: int | None) -> int:
-    """The least `tp` with which the weights of `whole` models that have rules for `tp` fit a chip beside the others', stored over all
-    `chips`; 1 where none does, or where there is no such model."""
+    """The least `tp` with which the weights of `whole` models that have rules for `tp` fit a chip, if all other models are stored
+    over all `chips`; 1 if none does, or if there is no such model."""
     split = {name for name, (_, plan) in models.items() if plan.whole and any("tp" in spec for _, spec in plan.rules)}
     degrees = [n for n in range(1, chips + 1) if chips % n == 0] if split and limit is not None else []
 
@@ -89,7 +89,7 @@ def tensor_degree(models: Models, chips: int, limit: int | None) -> int:
 def _on_a_chip(
     module: torch.nn.Module, plan: ModelPlan, mesh: Mesh | AbstractMesh, over: tuple[str, ...]
 ) -> dict[str, tuple[int, int]]:
-    """Bytes on a chip of each kind of weight, in the module's order: stored over these axes, and whole."""
+    """Kind of weight -> its bytes on a chip: (stored over these axes, whole), in the module's order."""
     found: dict[str, tuple[int, int]] = {}
     for name, t in itertools.chain(module.named_parameters(), module.named_buffers()):
         ways = (stored(name, tuple(t.shape), plan.rules, mesh, over, whole) for whole in (False, True))
@@ -100,14 +100,14 @@ def _on_a_chip(
 
 
 def storages(models: Models, mesh: Mesh, limit: int | None, trained: bool = False) -> dict[str, frozenset[str]]:
-    """The kinds of weights that each chip has whole, by model; the others are stored over all chips, and gathered where a block needs
-    them. As many as there is room for, those first that a block needs first: behind its work the others are gathered.
+    """Model -> the kinds of weights that each chip has whole; the others are stored over all chips, and gathered when a block needs
+    them. As many are whole as fit, those first that a block needs first: its work hides the gathering of the others.
 
     Args:
-        models: with their plans. Of `whole` ones as much as leaves room for the others, then of those whose chips share a call, while
-            all are small. Models of one class, as two experts are, are stored alike.
+        models: with their plans. First `whole` models, within `limit`; then `parallel` ones, within `SMALL` of it. Models of one
+            class, such as two experts, are stored alike.
         limit: bytes of a chip that weights may take; None: not known.
-        trained: what is trained keeps several times as much where its weights are.
+        trained: only `whole` models; training keeps several times as many bytes where its weights are.
     """
     found = dict.fromkeys(models, frozenset())
     if limit is None:
@@ -131,24 +131,24 @@ def storages(models: Models, mesh: Mesh, limit: int | None, trained: bool = Fals
 
 
 class HbmManager:
-    """The room on the chips, one for all that runs there: pipelines, and models by themselves. `hbm`: bytes of a chip; `limit`: what
-    weights may take of them; None: not known. `orders`: of each pipeline its runners by name, in the order of their use."""
+    """Manages the HBM of some chips for all that runs there, pipelines and single models. `hbm`: bytes of a chip; `limit`: bytes
+    that weights may take; None: not known. `orders`: pipeline -> its runners by name, in the order of use."""
 
     def __init__(self, hbm: int | None, limit: int | None):
         self.hbm, self.limit = hbm, limit
         self.orders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        # Runners, least recently used first, each with an array that is computed when its programs are.
+        # Runners, least recently used first, each with an array that is ready once its programs are done.
         self._placed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def use(self, owner, runners, model: str = "MODEL"):
-        """(name, runner) pairs of a pipeline in its order of use. `model`: what the planner is asked about, in messages."""
+        """Registers a pipeline's (name, runner) pairs, in the order of use. `model`: the planner's name for it, in messages."""
         self.orders[owner] = dict(runners)
         self._models[owner] = model
         self.choose_storage(self.orders[owner])
 
     def choose_storage(self, runners: dict, trained: bool = False):
-        """Which weights of these each chip has whole, once of each. `trained`: perhaps, as a model by itself."""
+        """Chooses which weights each chip has whole, once per runner. `trained`: they may be trained, as a single model's are."""
         if any(runner.storage is None for runner in runners.values()):
             mesh = next(iter(runners.values())).mesh
             models = {name: (runner.module, runner.plan) for name, runner in runners.items()}
@@ -157,7 +157,7 @@ class HbmManager:
                 runner.storage = found[name] if runner.storage is None else runner.storage
 
     def place(self, runners):
-        """Weights to the chips, for as long as there is room. Raises ValueError for a model that would not fit even alone."""
+        """Loads weights onto the chips, while there is room. Raises ValueError for a model that does not fit even alone."""
         runners = [*runners]
         for runner in runners:
             runner.executables.expect()
@@ -166,7 +166,7 @@ class HbmManager:
             self.load(runner) if runner in self._placed or self.free() >= _bytes(runner) else self.check(runner)
 
     def check_all(self, owner):
-        """Raises ValueError for a model of the pipeline that lacks weights, and for one that would not fit even alone."""
+        """Raises ValueError for a model of the pipeline that lacks weights, and for one that does not fit even alone."""
         for runner in self.orders[owner].values():
             runner.current()
             self.check(runner)
@@ -186,7 +186,7 @@ class HbmManager:
         )
 
     def question(self, runner) -> str:
-        """What to ask the planner where the runner's model does not fit: the command."""
+        """The planner's command that shows which slices the runner's model fits."""
         _, model = self._name(runner)
         chip = chip_of_kind(runner.mesh.devices.flat[0].device_kind)
         larger = [t.name for t in TOPOLOGIES.values() if t.devices > runner.mesh.size]
@@ -194,7 +194,7 @@ class HbmManager:
         return f"diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
 
     def load(self, runner):
-        """The runner's weights, as last read, on the chips; others leave where it needs their room."""
+        """Loads the runner's weights, as last read, onto the chips; evicts others if it needs their room."""
         if self.limit is not None:
             self.check(runner)
             for last in [*self._placed][-1:]:
@@ -206,7 +206,7 @@ class HbmManager:
         runner.place(read=False)
 
     def kind(self, runner) -> list:
-        """The runners of models like this one's in its pipelines, itself among them, in the order of use."""
+        """The runners of this runner's pipelines whose model has the same class, plan and weight shapes, in the order of use."""
         orders = [order.values() for order in self.orders.values() if any(r is runner for r in order.values())]
         beside = {id(r): r for order in orders for r in order} or {0: runner}
         same = [r for r in beside.values() if type(r.module) is type(runner.module) and r.plan == runner.plan]
@@ -214,36 +214,36 @@ class HbmManager:
         return [r for r in same if r is runner or r.plan_weights().avals == avals]
 
     def prefetch(self, runner, calls: tuple | None):
-        """The runner works, on calls like these: make the next model of its kind ready, as far as there is room."""
+        """Prefetches the next model of the runner's kind, as far as there is room, while the runner executes calls like these."""
         kind = self.kind(runner)
         after = next(iter(kind[kind.index(runner) + 1 :]), None) if runner in kind else None
         if after is not None and calls is not None:
             after.prepare(calls)
         if after is None or after in self._placed or self.limit is None or _bytes(runner) + _bytes(after) > self.limit:
-            return  # if it is not there it moves in when its turn comes
+            return  # if it is not on the chips, it is loaded when it is used
         self._make_room(_bytes(after), keep=runner)
-        for one in (after, *[*self._placed][-1:]):  # before the one that works
+        for one in (after, *[*self._placed][-1:]):  # before the one that runs
             self._placed[one] = self._placed.pop(one, None)
         after.place()
 
     def ready(self):
-        """Wait until what is placed has arrived."""
+        """Waits until the placed weights are on the chips."""
         jax.block_until_ready([runner.plan_weights().arrays for runner in self._placed])
 
     def leave(self, runner):
-        """The runner's weights leave the chips, once what uses them there is done."""
+        """Evicts the runner's weights, once the programs that use them are done."""
         if runner in self._placed:
             jax.block_until_ready(self._placed.pop(runner))
             runner.drop()
 
     def forget(self, runner):
-        """The runner has let go of its weights, for good."""
+        """Forgets a runner that has released its weights for good."""
         self._placed.pop(runner, None)
         for owner, order in self.orders.items():
             self.orders[owner] = {name: r for name, r in order.items() if r is not runner}
 
     def _name(self, runner) -> tuple[str, str]:
-        """Of a runner, its name in a pipeline and what the planner knows that by."""
+        """(a runner's name in its pipeline, the planner's name of that pipeline)."""
         named_by = ((owner, name) for owner, order in self.orders.items() for name, r in order.items() if r is runner)
         owner, name = next(named_by, (None, type(runner.module).__name__))
         return name, "MODEL" if owner is None else self._models[owner]
@@ -254,7 +254,7 @@ class HbmManager:
 
     def _make_room(self, need: int, keep=None):
         if hosts.process_count() > 1 and self.free() < need:
-            gc.collect()  # what is there is counted alike in all processes: not by when garbage is found
+            gc.collect()  # so that all processes count the same bytes, whenever they collect garbage
         for runner in leaving([*self._placed], _there, need, self.limit, keep):
             self.leave(runner)
             logger.info(f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips")
@@ -264,25 +264,25 @@ _managers: "weakref.WeakValueDictionary[tuple, HbmManager]" = weakref.WeakValueD
 
 
 def room_on(device: jax.Device, config: TPUConfig) -> tuple[int | None, int | None]:
-    """Bytes of a chip's HBM, and of those that weights may take; None: not known."""
+    """(bytes of a chip's HBM, bytes that weights may take); None: not known."""
     chip = chip_of_kind(device.device_kind)
     hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
     return hbm, None if hbm is None else room_for_weights(hbm, config)
 
 
 def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
-    """The room on these chips, the same one for every mesh of them and every configuration with the same limit."""
+    """The manager of these chips, shared by every mesh of them and every configuration with the same limit."""
     devices = tuple(sorted(mesh.devices.flat, key=lambda device: device.id))
     hbm, limit = room_on(devices[0], config)
     return _managers.setdefault((devices, hbm, limit), HbmManager(hbm, limit))
 
 
 def _there(runner) -> int:
-    """Bytes on a chip; nothing where the model's tensors are no longer those that were placed."""
+    """Bytes on a chip of the runner's placed weights, and of what training keeps beside them."""
     return runner.bytes_per_chip + runner.held_per_chip
 
 
 def _bytes(runner) -> int:
-    """What the runner's weights will take of a chip."""
+    """Bytes of a chip that the runner's weights will take."""
     runner.plan_weights()
     return runner.bytes_per_chip

@@ -1,7 +1,8 @@
-"""Values on their way from host tensors and files to chips: read in parallel, converted, and sent in order.
+"""Transfer of values from host tensors and files to chips: read in parallel, converted, and sent in order.
 
-An array travels in chunks, some layers of a stack or some chips' parts of a tensor; while one is sent, the next are filled. What several
-chips hold is sent once, a part to each, and they hand it to each other. The host holds `STAGED_BYTES` that wait for their transfer and as much that is being read, or one chip's part of a tensor where that is more.
+An array is sent in chunks: some layers of a stack, or some chips' parts of a tensor. While one is sent, the next are filled. What
+several chips hold is sent once, a part to each, and they exchange parts. The host holds `STAGED_BYTES` to be sent and as many being
+read, or one chip's part of a tensor if that is larger.
 """
 
 import functools
@@ -30,7 +31,7 @@ READERS = min(8, max(2, os.cpu_count() or 1))
 STAGED_BYTES = 64 * MIB  # of values on their way to the chips
 PIECE_BYTES = 8 * MIB
 SMALL = MIB // 16  # bytes of a tensor that are not worth a request of their own
-ALIGNMENT = 64  # of memory that JAX's CPU backend takes as it is
+ALIGNMENT = 64  # of memory that JAX's CPU backend uses without a copy
 Target = tuple[tuple[slice, ...], np.ndarray]  # an index of a tensor, and the array that its values go to
 
 
@@ -40,7 +41,7 @@ class PlacementRequest:
 
     key: str
     aval: jax.ShapeDtypeStruct  # shape, dtype and sharding
-    tensors: list[torch.Tensor | None]  # of a stack, or the only one; None: zeros, which also fill up smaller ones
+    tensors: list[torch.Tensor | None]  # of a stack, or a single one; None: zeros; smaller ones are padded with zeros
     stacked: bool  # the first axis is of tensors
     packed: Packed | None = None  # an axis of each tensor is stored in this order
 
@@ -49,14 +50,14 @@ class PlacementRequest:
         return next(iter(self.aval.sharding.addressable_devices)).platform == "cpu"
 
     def sent(self, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding by which values of this shape, layers or all of it, travel to the chips."""
+        """The sharding in which values of this shape, layers or the whole array, are sent to the chips."""
         sharding = self.aval.sharding
         return sharding if self.simulated or math.prod(shape) < LARGE_ELEMENTS else spread(sharding, shape)
 
 
 @dataclass
 class Part:
-    """One index of a chunk, that some chips hold, and its values, which lie at the begin of `buffer`."""
+    """An index of a chunk, the chips that hold it, and its values, at the start of `buffer`."""
 
     index: tuple[slice, ...]
     devices: list
@@ -66,7 +67,7 @@ class Part:
 
 @dataclass
 class Chunk:
-    """Layers of a stack from `start` on, or a tensor: parts of it that are filled together, by `jobs`."""
+    """Parts of a tensor, or of a stack's layers from `start` on, that `jobs` fill together."""
 
     wanted: PlacementRequest
     start: int
@@ -82,11 +83,11 @@ class Chunk:
 
 
 class Transfer:
-    """A context in which arrays are placed, what comes next being read meanwhile; after it every transfer is done."""
+    """A context in which arrays are placed while the next are read; when it exits, every transfer is done."""
 
     def __enter__(self) -> "Transfer":
         self._waiting: deque[tuple[Part, list[jax.Array]]] = deque()
-        self._free: list[np.ndarray] = []  # buffers by size; of new memory the kernel clears every page
+        self._free: list[np.ndarray] = []  # buffers by size; the kernel would clear every page of new memory
         self._pool = ThreadPoolExecutor(READERS, "diffusers-tpu-weights")
         return self
 
@@ -95,7 +96,7 @@ class Transfer:
         jax.block_until_ready([arrays for _, arrays in self._waiting])
 
     def arrays(self, wanted: Iterable[PlacementRequest]) -> Iterator[tuple[str, jax.Array]]:
-        """(key, array) of each, in order; its values may be on their way."""
+        """(key, array) of each, in order; transfers may still be running."""
         sent, whole = [], None
         for chunk in self._ahead(wanted):
             for job in chunk.jobs:
@@ -115,7 +116,7 @@ class Transfer:
                 whole = None
 
     def _ahead(self, wanted: Iterable[PlacementRequest]) -> Iterator[Chunk]:
-        """The chunks in order, being filled; beside the one that is given as many as `STAGED_BYTES` hold."""
+        """The chunks in order, being filled; as many as `STAGED_BYTES` hold are filled ahead of the one that is yielded."""
         reading, held = deque(), 0
         for chunk in (chunk for one in wanted for chunk in self._chunks(one)):
             reading.append(chunk)
@@ -152,12 +153,12 @@ class Transfer:
         return Part(tuple(slice(*b) for b in bounds), devices, buffer, values)
 
     def _send(self, chunk: Chunk) -> list[jax.Array]:
-        """The parts on their chips."""
+        """Sends the parts to their chips and returns the arrays."""
         sent = []
         for part in chunk.parts:
             arrays = [device_put(part.values, device) for device in part.devices]
             sent += arrays
-            if not chunk.wanted.simulated:  # else JAX's CPU backend takes the memory as it is
+            if not chunk.wanted.simulated:  # else JAX's CPU backend keeps using the buffer
                 self._waiting.append((part, arrays))
         while sum(part.values.nbytes for part, _ in self._waiting) > STAGED_BYTES:
             part, arrays = self._waiting.popleft()
@@ -169,7 +170,7 @@ class Transfer:
 
 
 def _layers_at_once(wanted: PlacementRequest) -> int:
-    """How many layers of a stack travel together: a divisor of all, so that one program writes them."""
+    """How many layers of a stack are sent together: a divisor of all, so that one program writes them."""
     layers, aval = len(wanted.tensors), wanted.aval
     if wanted.simulated or not wanted.stacked:
         return layers
@@ -203,7 +204,7 @@ def _write(sharding: NamedSharding):
 def fill(
     pool: Executor, wanted: PlacementRequest, tensors: list[torch.Tensor | None], parts: list[Part]
 ) -> list[Future]:
-    """Jobs that fill the parts with the tensors' values, the layers of a stack or the only one."""
+    """Jobs that fill the parts with the values of the tensors, layers of a stack or a single one."""
     jobs = []
     shape = wanted.aval.shape[1:] if wanted.stacked else wanted.aval.shape
     for layer, tensor in enumerate(tensors):
@@ -218,14 +219,14 @@ def fill(
         rows = max(1, PIECE_BYTES * shape[0] // max(1, tensor.nbytes))
         for first in range(rows_of.start, rows_of.stop, rows):
             piece = (slice(first, min(first + rows, rows_of.stop)), *box)
-            # Rows that no target wants are of other processes' chips.
+            # Rows outside of all targets belong to chips of other processes.
             if any(i[0].start < piece[0].stop and piece[0].start < i[0].stop for i, _ in targets):
                 jobs.append(pool.submit(_fill, wanted.key, tensor, piece, targets))
     return jobs
 
 
 def _in_order(target: Target, packed: Packed) -> Iterator[Target]:
-    """The target, whose index is of the order that is stored, in pieces with those of the tensor."""
+    """Splits a target, indexed in the stored order, into targets that are indexed in the tensor's order."""
     (index, into), at, axis = target, 0, packed.axis
     wanted = index[axis]
     for part in packed.order():
@@ -238,7 +239,7 @@ def _in_order(target: Target, packed: Packed) -> Iterator[Target]:
 
 
 def _fill(key: str, tensor: torch.Tensor, piece: tuple[slice, ...], targets: list[Target]):
-    """What targets want of the piece."""
+    """Copies the piece of the tensor into the targets that overlap it."""
     stored = tensor.source.values if type(tensor) is FileTensor and tensor.source.values is not None else tensor
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         if stored.nbytes >= SMALL and stored.is_contiguous():
@@ -254,14 +255,14 @@ def _fill(key: str, tensor: torch.Tensor, piece: tuple[slice, ...], targets: lis
 
 
 def aligned(nbytes: int) -> np.ndarray:
-    """Memory of so many bytes, begun where every backend takes it as it is."""
+    """Memory of so many bytes, aligned so that every backend uses it without a copy."""
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     skipped = -memory.ctypes.data % ALIGNMENT
     return memory[skipped : skipped + nbytes]
 
 
 def _fill_padded(tensor: torch.Tensor | None, targets: list[Target]):
-    """Of a tensor that is smaller than its place zeros behind it, of none zeros; also a number by itself."""
+    """Fills targets from a tensor that is smaller, with zeros behind it; with zeros if None; or from a scalar."""
     some = None if tensor is None else as_numpy(tensor)
     for index, into in targets:
         into[...] = 0
@@ -273,7 +274,7 @@ def _fill_padded(tensor: torch.Tensor | None, targets: list[Target]):
 
 
 def _copy(into: np.ndarray, values: np.ndarray):
-    """Values of one dtype by their bits: numpy knows those of bfloat16 only one by one."""
+    """Copies values; of one dtype as bits, because numpy copies bfloat16 values one by one."""
     if into.dtype == values.dtype and into.itemsize in (1, 2, 4, 8):
         bits = np.dtype(f"u{into.itemsize}")
         into, values = into.view(bits), values.view(bits)

@@ -1,5 +1,5 @@
-"""A file of prompts to a directory of outputs: resumable, by any number of processes, exactly one output a prompt.
+"""Makes a directory of outputs from a file of prompts: resumable, by any number of processes, exactly one output per prompt.
 
-Nothing is decided by a clock: a prompt belongs to the process that holds its lock, and the system takes the lock from a process
-that dies. What is done is what has a record, and a record is written when its files have their names.
+No timeouts decide: a prompt belongs to the process that holds its lock, and the system releases the locks of a process that dies.
+A prompt is done if it has a record, which is written after its files have their names.
 """

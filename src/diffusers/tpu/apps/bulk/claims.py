@@ -1,7 +1,7 @@
-"""Who works on which prompt: byte n of one file, locked by the process that has prompt n (POSIX record locks).
+"""Locks on prompts: the process that works on prompt n locks byte n of one file (POSIX record locks).
 
-They work between processes of one machine and over NFS. Within one process they exclude nobody, and closing the file anywhere in
-it gives all of them back: one `Claims` a process and directory.
+The locks work between processes of one machine and over NFS. They do not exclude threads of one process, and closing the file
+anywhere in a process releases all of its locks. So a process has one `Claims` per directory.
 """
 
 import errno
@@ -17,7 +17,7 @@ class Claims:
         self._file = os.open(directory / ".claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def take(self, place: int) -> bool:
-        """Whether this process has the prompt now; False while another one has it."""
+        """Lock the prompt; False if another process holds its lock."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
         except OSError as error:
@@ -27,7 +27,7 @@ class Claims:
         return True
 
     def wait(self, place: int):
-        """Take the prompt when the process that has it gives it back, or dies."""
+        """Block until the process that holds the prompt's lock releases it or dies, then lock the prompt."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, place)
 
     def give_back(self, place: int):

@@ -1,9 +1,9 @@
-"""What stands in a directory of outputs.
+"""The files of a directory of outputs.
 
-prompts.jsonl     what the directory is for: every prompt with id, seed and arguments, and the model
-ID.mp4, ID.png    what was made of a prompt
-.records/ID.json  says so, or why nothing was made; written after the files
-manifest.jsonl    all records, in the prompts' order; there when every prompt has one
+prompts.jsonl     the run's model and settings, and every prompt with id, seed and arguments
+ID.mp4, ID.png    the output of a prompt
+.records/ID.json  the record of a prompt: its files, or its error; written after the files
+manifest.jsonl    all records, in the prompts' order; written when every prompt has one
 .claims           locks (see `claims`)
 """
 
@@ -28,9 +28,9 @@ class Directory:
         self._alone = FileLock(path / ".prompts.lock")
 
     def agree(self, prompts: list[Prompt], settings: dict):
-        """Write what the directory is for, or hold it against what stands there: more prompts may follow, nothing else differs.
+        """Write prompts.jsonl, or compare it with these prompts and settings. New prompts may follow those in the file.
 
-        Raises ValueError with what differs.
+        Raises ValueError with any other difference.
         """
         wanted = [{"settings": settings}, *map(asdict, prompts)]
         with self._alone:
@@ -55,22 +55,22 @@ class Directory:
                 self._write("prompts.jsonl", wanted)
 
     def record(self, prompt: Prompt) -> dict | None:
-        """What became of a prompt; None where nothing did yet, or a full disk or a crash left no JSON."""
+        """A prompt's record; None if there is none yet, or a full disk or a crash left no valid JSON."""
         try:
             return json.loads((self.records / f"{prompt.id}.json").read_text())
         except (FileNotFoundError, ValueError):
             return None
 
     def write_record(self, prompt: Prompt, **facts):
-        """Say what became of a prompt: `files` (names) and `seconds`, or an `error`."""
+        """Write a prompt's record: `files` (names) and `seconds`, or an `error`."""
         write_whole(self.records / f"{prompt.id}.json", json.dumps({**asdict(prompt), **facts}) + "\n")
 
     def failed(self, prompts: list[Prompt]) -> list[str]:
-        """The ids of those that have an error."""
+        """The ids of prompts whose record has an error."""
         return [prompt.id for prompt in prompts if "error" in (self.record(prompt) or {})]
 
     def clear(self, prompt: Prompt):
-        """Remove drafts that a process left which died while it had this prompt; only who has its claim may."""
+        """Remove drafts of a process that died while it made this prompt. The caller must hold the prompt's lock."""
         draft = re.compile(rf"\.{re.escape(prompt.id)}(-\d+)?\.\d+\.(mp4|png|json)")
         for folder in (self.path, self.records):
             for path in folder.glob(f".{prompt.id}*"):
@@ -78,13 +78,13 @@ class Directory:
                     path.unlink(missing_ok=True)
 
     def write_manifest(self, prompts: list[Prompt]) -> list[dict]:
-        """All records, in a file that is whole or not there; every process that ends may write it, of the same content."""
+        """Write all records to a file atomically and return them. Every process may do so at its end, with the same content."""
         records = [self.record(prompt) for prompt in prompts]
         with self._alone:
             self._write("manifest.jsonl", records)
         return records
 
     def _write(self, name: str, lines: Iterable[dict]):
-        for left in self.path.glob(f".{Path(name).stem}.*.jsonl"):  # by a process that died here
+        for left in self.path.glob(f".{Path(name).stem}.*.jsonl"):  # drafts of a process that died here
             left.unlink()
         write_whole(self.path / name, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""A file of prompts: a txt of one prompt a line, or a jsonl of objects."""
+"""A file of prompts: a txt with one prompt per line, or a jsonl with one object per line."""
 
 import json
 import re
@@ -27,14 +27,14 @@ def read(path: Path, seed: int, arguments: dict) -> list[Prompt]:
 
     Args:
         seed: without a seed of its own, the prompt at place n has seed + n.
-        arguments: of every prompt, where its own line says nothing else.
+        arguments: of every prompt, unless its own line sets them.
 
-    Raises ValueError for a file that is none, with the line.
+    Raises ValueError for an invalid file, with the line's number.
     """
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"expected a .txt (one prompt a line) or a .jsonl (one object a line), got {str(path)!r}")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 and the like are of texts
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 and the like are part of a prompt
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a file of prompts in UTF-8, got {str(path)!r}: {error}") from error
     found, ids = [], {}

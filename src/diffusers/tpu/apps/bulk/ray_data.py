@@ -1,6 +1,6 @@
-"""The same work by Ray Data: one actor a slice takes prompts as it gets free; an actor that dies is started again.
+"""Bulk work by Ray Data: one actor per slice takes prompts when it is free; an actor that dies is restarted.
 
-Ray says who makes what; the directory's records and locks hold as without it. All hosts see one directory and one model.
+Ray assigns prompts to actors; the directory's records and locks work as without Ray. All hosts see one directory and one model.
 """
 
 import os
@@ -15,7 +15,7 @@ from .prompts import Prompt
 from .work import Work
 
 
-PASSED_ON = "DIFFUSERS_TPU"  # variables that begin so hold for the actors too
+PASSED_ON = "DIFFUSERS_TPU"  # prefix of the environment variables that actors get
 
 
 class Actor:
@@ -35,8 +35,8 @@ def run(
     """Return when every prompt has a record.
 
     Args:
-        load: gives the pipeline, of class `cls`, in an actor's process.
-        resources: of one actor, such as {"TPU": 8}; none are of simulated chips.
+        load: returns the pipeline, of class `cls`, in an actor's process.
+        resources: of one actor, such as {"TPU": 8}; simulated chips need none.
         settings: as `Work`'s.
     """
     variables = {n: v for n, v in os.environ.items() if n.startswith(PASSED_ON) and not n.endswith("_TOKEN")}

@@ -1,4 +1,4 @@
-"""One process at its directory: take a prompt that nobody has, make it, say so; at the end wait for the others."""
+"""The work of one process on a directory: lock a free prompt, make it, record it; at the end wait for the other processes."""
 
 import itertools
 import time
@@ -14,13 +14,13 @@ from .prompts import Prompt
 
 
 class Work:
-    """What one process does of a list of prompts.
+    """One process's work on a list of prompts.
 
     Args:
-        load: gives the pipeline; called when there is something to make.
-        batch: prompts in one call, where their arguments are equal and the pipeline allows it.
-        retry: ids of prompts to make again once where they have an error.
-        told: called with the record of each prompt that this process made, or could not make.
+        load: returns the pipeline; called once there is a prompt to make.
+        batch: prompts in one call, if their arguments are equal and the pipeline allows it.
+        retry: ids of prompts to make again, once, if their record has an error.
+        told: called with the record of each prompt that this process made or failed to make.
     """
 
     def __init__(self, directory: Directory, load: Callable, cls: type, *, batch=1, fps=None, retry=(), told=None):
@@ -38,7 +38,7 @@ class Work:
                     self._make(group, self.batch)
 
     def _taken(self, prompts: list[Prompt], waits: bool) -> Iterator[Prompt]:
-        """The prompts without a record that this process now has, one by one."""
+        """Locks prompts without a record and yields them, one by one. `waits`: also those that other processes hold."""
         for prompt in prompts:
             if self._done(prompt):
                 continue
@@ -46,7 +46,7 @@ class Work:
                 self.claims.wait(prompt.place)
             elif not self.claims.take(prompt.place):
                 continue
-            if self._done(prompt):  # by another, between the look and the lock
+            if self._done(prompt):  # another process made it before the lock
                 self.claims.give_back(prompt.place)
             else:
                 yield prompt
@@ -56,15 +56,15 @@ class Work:
         return record is not None and not (prompt.id in self._again and "error" in record)
 
     def _make(self, group: list[Prompt], size: int):
-        """Make a group in calls of `size`, one by one if that fails; each prompt has its record then, and is given back."""
+        """Make a group in one call of `size` prompts, or one by one if that fails; record each prompt and release its lock."""
         for prompt in group:
             self.directory.clear(prompt)
             self._again.discard(prompt.id)
-        self._pipe = self._load() if self._pipe is None else self._pipe  # what this raises is no prompt's error
+        self._pipe = self._load() if self._pipe is None else self._pipe  # an error here is not a prompt's
         start = time.perf_counter()
         try:
             made = generate(self._pipe, [self._request(prompt) for prompt in group], size)
-        except (OSError, MemoryError):  # of the machine, not of the prompt: a run that goes on would fail at each
+        except (OSError, MemoryError):  # of the machine, not of the prompt: all further prompts would fail too
             raise
         except Exception as error:
             if size > 1:
@@ -82,7 +82,7 @@ class Work:
             self.told(self.directory.record(prompt))
 
     def _request(self, prompt: Prompt) -> Request:
-        """Raises ValueError for arguments that the pipeline does not take, or an `image` that is no file of a picture."""
+        """Raises ValueError for arguments that the pipeline does not take, or an `image` that cannot be read as a picture."""
         arguments, image = dict(prompt.arguments), prompt.arguments.get("image")
         if takes_image := isinstance(image, str) and "image" in parameters_of(self.cls):
             del arguments["image"]

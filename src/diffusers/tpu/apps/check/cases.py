@@ -1,4 +1,4 @@
-"""The kernels of stage 4 and of the planner: of each its arguments, how it is called as a model calls it, and its reference."""
+"""The kernels of stage 4 and of its plan: for each its arguments, its call as a model makes it, and its reference."""
 
 import functools
 from collections.abc import Callable
@@ -25,20 +25,20 @@ from .programs import Program
 
 SIZES = ("published", "ragged")
 HEAD = 128
-OFFSET = 300.0  # of all keys: far above what the mode "bound" takes, and gone around their mean
-# Of queries and keys, which are normal: by 16 scores are beyond the mode "centred".
+OFFSET = 300.0  # of all keys: far too large for the mode "bound", but it cancels around their mean
+# Factors of normal queries and keys: with 4 for both, scores are 16 times as large, beyond the mode "centred".
 SCALES = {BOUND: 1.0, CENTRED: 1.0, ONLINE: 4.0}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`arguments(shape, key, mode)`; `run(settings, tally, *arguments)`, None where the kernel does not take them; `reference(*arguments)`."""
+    """`arguments(shape, key, mode)`; `run(settings, tally, *arguments)`, None if it does not take them; `reference(*arguments)`."""
 
     arguments: Callable
     run: Callable
     reference: Callable
     modes: tuple[str, ...] = ("",)
-    several: bool = False  # it is of several chips
+    several: bool = False  # it needs several chips
 
 
 def _normal(key, *shapes, dtype=jnp.bfloat16) -> list[jax.Array]:
@@ -63,7 +63,7 @@ def _scale(q) -> float:
 def _attention(settings, tally, q, k, v):
     how = {"generation": settings.generation, "interpret": settings.interpreted, "tally": tally}
 
-    def scaled_dot_product_attention(q, k, v):  # the name by which the planner knows attention
+    def scaled_dot_product_attention(q, k, v):  # by this name the planner finds attention
         return tpu_attention(q, k, v, scale=_scale(q), **how)
 
     return jax.jit(scaled_dot_product_attention)(q, k, v)
@@ -140,9 +140,9 @@ KERNELS = {
 
 
 def programs(request: dict, devices: tuple, topology: Topology | None = None) -> dict[str, Program]:
-    """ "KERNEL SIZE" -> its program, on one of these devices, or on all of them where it is of several.
+    """ "KERNEL SIZE" -> its program, on one of these devices, or on all of them if it needs several.
 
-    `topology`: of devices that are not here.
+    `topology`: of devices that this machine does not have.
     """
     generation = topology.chip.generation if topology else generation_of(devices[0])
     found = {}

@@ -1,6 +1,6 @@
-"""A stage's process: runs one stage and writes its rows to the parent as they come. Of the standard library alone, as stage 0 is.
+"""A stage's process: runs one stage and writes each row to the parent immediately. It uses the standard library only, as stage 0.
 
-On standard input one request in JSON, and a line when it is its turn; a line of JSON on what was standard output for the start, and for each row.
+Standard input: the request, a line of JSON, and a line when the stage may start. Output: a line of JSON at its start and per row.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ WITHOUT_JAX = "host"
 
 
 class Rows:
-    """The rows of one stage, each written at once."""
+    """The rows of one stage, each written immediately."""
 
     def __init__(self, channel):
         self.channel = channel
@@ -42,9 +42,9 @@ class Rows:
         self.add(name, measured, bool(measured <= limit), limit=limit, **{"unit": "relative error", **rest})
 
     def beside_plan(self, name: str, measured: float, planned, limit: float | None, *, why, rate=False, **rest):
-        """A figure beside the plan's; `limit`: how many times it may be worse, None: anything is ok.
+        """Adds a figure with the plan's. `limit`: how many times it may be worse; None: any figure is ok.
 
-        `planned`: None where there is none, and `why`; `rate`: more is better.
+        `planned`: None if there is no plan, for the reason `why`; `rate`: more is better.
         """
         expected = planned if isinstance(planned, (int, float)) else None
         within = limit is None or (
@@ -58,7 +58,7 @@ class Rows:
 
     @contextlib.contextmanager
     def trying(self, name: str):
-        """What is raised inside becomes a row, and the stage goes on."""
+        """Turns an exception in the body into a failed row, so that the stage continues."""
         try:
             yield
         except Exception as error:
@@ -75,7 +75,7 @@ def load(stage: str):
 
 
 def _watch_parent(turn: threading.Event):
-    """A line of it says that it is our turn; it keeps our standard input open while it lives."""
+    """Sets `turn` at the parent's next line. Ends this process when standard input closes, as the parent has ended then."""
     if sys.stdin.readline():
         turn.set()
         sys.stdin.read()
@@ -84,7 +84,7 @@ def _watch_parent(turn: threading.Event):
 
 def main():
     rows = Rows(os.fdopen(os.dup(1), "w"))
-    os.dup2(2, 1)  # whatever prints from here on must not mix with the rows
+    os.dup2(2, 1)  # prints go to standard error from here on, not between the rows
     request = json.loads(sys.stdin.readline())
     turn = threading.Event()
     threading.Thread(target=_watch_parent, args=(turn,), daemon=True).start()
@@ -98,7 +98,7 @@ def main():
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    os._exit(status)  # threads, of the runtime and of what is planned, are not waited for
+    os._exit(status)  # does not join threads of the runtime and of planning
 
 
 if __name__ == "__main__":

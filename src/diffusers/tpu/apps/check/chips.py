@@ -1,4 +1,4 @@
-"""Stage 1, the chips: what JAX says of them beside what the compiler says of the same slice."""
+"""Stage 1, the chips: JAX's description of them, compared with the compiler's of the same slice."""
 
 import os
 
@@ -11,12 +11,12 @@ from ...planner.aot import Compiler, run_in_child
 
 
 def devices_here() -> tuple:
-    """JAX's, as a run has them."""
+    """JAX's devices, as a run uses them."""
     return jax_devices(find_target(read_environment()))
 
 
 def topology_of(devices, request: dict) -> Topology:
-    """The slice that these devices are; for simulated chips the request's. Raises ValueError for one that has no name."""
+    """The slice of these devices; for simulated chips the request's. Raises ValueError for an unknown slice."""
     if "topology" in request:
         return find_topology(request["topology"])
     chip = chip_of_kind(devices[0].device_kind)
@@ -34,7 +34,7 @@ def place(device) -> list | None:
 
 
 def places(argument: dict, progress) -> dict:
-    """In the compiler's process: id, place and process of each device of a slice."""
+    """Runs in the compiler's process: id, place and process of each device of a slice."""
     devices = Compiler(find_topology(argument["topology"])).devices
     return {"devices": [[device.id, place(device), device.process_index] for device in devices]}
 

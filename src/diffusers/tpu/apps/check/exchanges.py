@@ -1,4 +1,4 @@
-"""Stage 5, exchanges between chips: with SparseCores and without to the same bits, bytes a second, and one hop along each axis."""
+"""Stage 5, exchanges between chips: equal bits with SparseCores and without, bytes per second, and one hop along each axis."""
 
 import functools
 
@@ -20,7 +20,7 @@ SPARSE = {"on": True, "off": False}
 
 
 def mesh_of(devices: tuple, shape: tuple[int, ...]) -> Mesh:
-    """The devices as they lie in a slice of this shape."""
+    """A mesh of the devices, ordered by their coordinates in a slice of this shape."""
     in_order = (
         sorted(devices, key=lambda d: (tuple(reversed(d.coords)), d.core_on_chip)) if place(devices[0]) else [*devices]
     )
@@ -31,7 +31,7 @@ def mesh_of(devices: tuple, shape: tuple[int, ...]) -> Mesh:
 
 
 def programs(request: dict, devices: tuple, topology: Topology) -> dict[str, Program]:
-    """ "EXCHANGE on|off" and "hop AXIS" -> its program over all devices."""
+    """ "EXCHANGE, SparseCores on|off" -> its program over all devices. EXCHANGE: all-gather, all-to-all or "hop AXIS"."""
     mesh = mesh_of(devices, tuple(request["mesh"]) if "mesh" in request else topology.shape)
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     whole, split = PartitionSpec(), PartitionSpec(axes)
@@ -53,13 +53,13 @@ def programs(request: dict, devices: tuple, topology: Topology) -> dict[str, Pro
 
 
 def hopped(x: np.ndarray, mesh: Mesh, axis: str) -> np.ndarray:
-    """Rows of all devices, each device's gone to the next along an axis."""
+    """The rows of all devices after each device has sent its rows to the next along an axis."""
     parts = x.reshape(*mesh.devices.shape, -1, x.shape[-1])
     return np.roll(parts, 1, mesh.axis_names.index(axis)).reshape(x.shape)
 
 
 def received_bytes(name: str, request: dict, chips: int) -> float:
-    """By each chip."""
+    """Bytes that each chip receives in an exchange."""
     shard = 2 * request["rows"] * request["columns"]
     return {"all-gather": (chips - 1) * shard, "all-to-all": (chips - 1) / chips * shard}.get(name, shard)
 
@@ -75,7 +75,7 @@ def run(rows, request: dict):
         name = title.partition(",")[0]
         with rows.trying(title):
             shape = program.arguments[0].shape
-            # Whole numbers that bfloat16 has.
+            # Integers that bfloat16 represents exactly.
             x = np.arange(shape[0], dtype=np.float32)[:, None] % 251 + np.arange(shape[1]) % 5
             (placed,), compiled = program.placed([jnp.asarray(x, jnp.bfloat16)]), program.compile()
             y = np.asarray(compiled(placed), np.float32)

@@ -1,4 +1,4 @@
-"""Stage 6, executables: compiled for these chips by a process that has none, loaded and run here."""
+"""Stage 6, executables: compiled for these chips by a process without chips, then loaded and run here."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ from .programs import Program
 
 
 def program_of(devices: tuple, side: int) -> Program:
-    """Products and sums on one device."""
+    """A program of a product and a sum on one device."""
 
     def function(x, y):
         return jnp.tanh(x @ y).sum(0)
@@ -35,7 +35,7 @@ def devices_of(topology: str) -> tuple:
 
 
 def compile_ahead(argument: dict, progress) -> dict:
-    """In the compiler's process: the program of this topology, in the file."""
+    """Runs in the compiler's process: compiles the program for the topology and writes it to the file."""
     compiled = program_of(devices_of(argument["topology"]), argument["side"]).compile()
     Path(argument["file"]).write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
     return {}
@@ -76,7 +76,7 @@ def load(file: Path, devices: tuple):
 
 
 def check_model(rows, request: dict, chips: int, topology: str, folder: Path):
-    """Of the model of stage 7 all programs are made by another process; here none is compiled."""
+    """Another process compiles all programs of stage 7's model; this process must compile none."""
     of_model = wan.model_request(request)
     pipe, size = wan.make_pipeline(of_model["heads"]), wan.size_of(of_model, chips)
     pipe.save_pretrained(folder / "model")

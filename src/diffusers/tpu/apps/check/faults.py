@@ -1,4 +1,4 @@
-"""Stage 8, faults: what the runtime says of memory that is not there and of a second process, and what we make of it."""
+"""Stage 8, faults: the runtime's errors for too little memory and for a second process, and the errors that we raise for them."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def run(rows, request: dict):
 
 
 def run_too_large(device, side: int):
-    """A square of numbers between two products, which the compiler has to keep whole; compiled as our programs are."""
+    """Runs two products with a square matrix between them that must be whole in memory, compiled as our programs are."""
 
     def function(x):
         a = jnp.full((side, 8), x)
@@ -43,7 +43,7 @@ def run_too_large(device, side: int):
 
 
 def check(rows, name: str, fails):
-    """Runs what fails; its text, and our sentence."""
+    """Calls `fails`; adds rows with the error that we raise and with the runtime's."""
     raw = None
     try:
         with within_hbm(lambda: f"for {name}", lambda: "diffusers-tpu plan"):

@@ -1,4 +1,4 @@
-"""Stage 0, the host: what a TPU needs of it. Of the standard library alone: JAX and torch may be what does not work."""
+"""Stage 0, the host: what a TPU needs from it. Imports only the standard library, as JAX or torch may be what fails."""
 
 import glob
 import importlib.metadata
@@ -15,9 +15,9 @@ from pathlib import Path
 
 
 GOOGLE = "0x1ae0"  # the vendor on the PCI bus
-METADATA = ("169.254.169.254", 80)  # of Google's machines; the answer is not read
+METADATA = ("169.254.169.254", 80)  # of Google's machines; the response is not used
 PACKAGES = "diffusers torch torchax jax jaxlib libtpu transformers accelerate numpy flax".split()
-# Those whose values say nothing of who runs this; of others that name hosts or folders only whether they are set.
+# Shown with their values, which identify nobody. Of `NAMED`, which name hosts or folders, only whether they are set is shown.
 SHOWN = (
     "DIFFUSERS_TPU DIFFUSERS_TPU_DEVICES DIFFUSERS_TPU_MESH JAX_PLATFORMS JAX_ENABLE_X64 JAX_DEFAULT_MATMUL_PRECISION XLA_FLAGS"
     " LIBTPU_INIT_ARGS TPU_ACCELERATOR_TYPE TPU_TOPOLOGY TPU_WORKER_ID TPU_CHIPS_PER_HOST_BOUNDS TPU_HOST_BOUNDS TPU_PROCESS_BOUNDS"
@@ -41,7 +41,7 @@ def chips_on_the_bus(rows, request, real: bool):
         if Path(vendor).read_text().strip() == GOOGLE:
             found.append(Path(vendor).with_name("device").read_text().strip())
     named = sorted(f"{number} {known[number]}" for number in found if number in known)
-    # Network cards and disks, or a chip that is new.
+    # Network cards, disks, or a new chip.
     others = sorted(number for number in found if number not in known)
     status = bool(named) if real else "not applicable"
     rows.add("TPUs on the PCI bus", named, status, expected=sorted(known), note=f"others of Google: {others}")
@@ -54,7 +54,7 @@ def device_nodes(rows, request, real: bool):
         try:
             if (node := os.readlink(link)) in holders:
                 holders[node].append(Path(link).parents[1].joinpath("comm").read_text().strip())
-        except OSError:  # it ended, or is another user's
+        except OSError:  # the process ended, or is another user's
             continue
     if not nodes:
         rows.add("device nodes", [], False if real else "not applicable", note="neither accelN nor vfio/N in dev")
@@ -67,7 +67,7 @@ def device_nodes(rows, request, real: bool):
 
 
 def _whose(number: int, ours: list[int]) -> str:
-    """Of a user or a group, without its name."""
+    """A word for a user's or a group's number, without its name."""
     return "root" if number == 0 else "ours" if number in ours else "another"
 
 

@@ -1,4 +1,4 @@
-"""Stage 4, kernels: error against the reference, two runs to the last bit, seconds over the plan's, at a published and at a ragged size."""
+"""Stage 4, kernels: error against the reference, equal bits of two runs, seconds over the plan's; published and ragged sizes."""
 
 import functools
 
@@ -34,7 +34,7 @@ def title(kernel: str, size: str, mode: str, request: dict) -> str:
 
 
 def check_kernel(rows, request: dict, program, compiled, kernel: str, size: str, mode: str) -> float:
-    """Two rows; the median seconds."""
+    """Adds two rows; returns the median seconds of a run."""
     of, name = cases.KERNELS[kernel], title(kernel, size, mode, request)
     arrays = jax.jit(lambda key: of.arguments(request[size][kernel], key, mode))(jax.random.key(1))
     arguments = program.placed(arrays)
@@ -45,7 +45,7 @@ def check_kernel(rows, request: dict, program, compiled, kernel: str, size: str,
 
 
 def check_modes(rows, request: dict, program):
-    """Which mode the kernel takes, as it says itself."""
+    """Adds a row for each mode: the mode that the kernel reports for inputs made for this one."""
     of, tally = cases.KERNELS["attention"], ModeCounter()
     counted = jax.jit(functools.partial(program.function.func, program.function.args[0], tally))
     for mode in of.modes:

@@ -1,4 +1,4 @@
-"""Stage 7, a whole model: against upstream on the host in the same process, seconds of a step beside the plan's, kernels in its programs."""
+"""Stage 7, a whole model: compared with upstream on the host in one process, its seconds per step with the plan's; its kernels."""
 
 import re
 import statistics
@@ -49,7 +49,7 @@ def run(rows, request: dict):
 def _plan(found: dict, model: str, topology: str, asked: dict):
     try:
         found["seconds"] = planner.plan(model, topology, **asked)["seconds_per_step"]["total"]
-    except Exception as error:  # it is said in the row
+    except Exception as error:  # reported in the row
         found["error"] = f"{type(error).__name__}: {error}"
 
 
@@ -58,7 +58,7 @@ def relative(ours, exact) -> float:
 
 
 def check_model(rows, request: dict, pipe, size: dict, exact, limit: float, note: str) -> float:
-    """Rows of one dtype; seconds of a step after the first."""
+    """Adds the rows of one dtype; returns the median seconds of the steps after the first."""
     name = f"{pipe.transformer.dtype}".removeprefix("torch.")
     install(pipe, TPUConfig(**request["config"]))
     stopwatch = Stopwatch(pipe, time.perf_counter())

@@ -1,4 +1,4 @@
-"""Stage 2, primitives: the largest relative error of what programs are made of, against float64 on the host."""
+"""Stage 2, primitives: the largest relative errors of basic operations, against float64 on the host."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def run(rows, request: dict):
 
 
 def in_kernel(function, name: str, interpret: bool):
-    """The function in a kernel of blocks of rows."""
+    """The function in a kernel whose grid goes over blocks of rows."""
 
     def kernel(x_ref, o_ref):
         o_ref[...] = function(x_ref[...])
@@ -77,7 +77,7 @@ def product_in_kernel(interpret: bool):
 
 
 def products(rows, request: dict, rng, interpret: bool):
-    """Of x [256, K] and y [K, 256], by dtype and precision; in a kernel as `kernels.pallas.product` has them."""
+    """Adds rows for x [256, K] times y [K, 256], by dtype and precision; in a kernel by `kernels.pallas.product`."""
     shape = (256, request["depth"])
     for dtype, limits in request["products"].items():
         x, y = jnp.asarray(rng.standard_normal(shape), dtype), jnp.asarray(rng.standard_normal(shape[::-1]), dtype)
@@ -92,7 +92,7 @@ def products(rows, request: dict, rng, interpret: bool):
 
 
 def others(rows, request: dict, rng):
-    """A convolution, complex numbers, a Fourier transform."""
+    """Adds rows for a convolution, complex numbers and a Fourier transform."""
     with rows.trying("convolution of float32, high"):
         x, w = (
             rng.standard_normal((1, 16, 16, 64)).astype(np.float32),

@@ -1,4 +1,4 @@
-"""A program that a stage runs here and the planner reads: a function, its arguments' shapes and its mesh; `planned` gives its seconds."""
+"""Programs that a stage runs here and the planner times: a function, its arguments' shapes and mesh. `planned`: their seconds."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ from ...planner.timing import time_program
 
 @dataclass(frozen=True)
 class Program:
-    """`function` of arguments of these shapes and specs on a mesh. `options`: the compiler's; `of`: what it is, for who asks."""
+    """`function` of arguments of these shapes and specs on a mesh. `options`: the compiler's."""
 
     function: Callable
     arguments: tuple[jax.ShapeDtypeStruct, ...]
@@ -29,7 +29,7 @@ class Program:
     options: dict = field(default_factory=dict)
 
     def lower(self):
-        """Raises ValueError for arguments that the kernel does not take."""
+        """The lowered program. Raises ValueError for arguments that the kernel does not take."""
         if not jax.tree.leaves(jax.eval_shape(self.function, *self.arguments)):
             raise ValueError(f"expected sizes that the kernel takes, got {[x.shape for x in self.arguments]}")
         specs = self.specs or (PartitionSpec(),) * len(self.arguments)
@@ -48,7 +48,7 @@ class Program:
 
 
 def measured_seconds(run: Callable, repeats: int) -> float:
-    """Of one run among `repeats` that are queued together, the median of three such."""
+    """Seconds of one run when `repeats` runs are queued together; the median of three measurements."""
     found = []
     for _ in range(3):
         start = time.perf_counter()
@@ -59,7 +59,7 @@ def measured_seconds(run: Callable, repeats: int) -> float:
 
 
 def error_of(ours, exact) -> float:
-    """The largest error over the largest number, of trees of arrays, wherever they are."""
+    """The largest error over the largest number, of trees of arrays on any device."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
     return max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in (map(wide, pair) for pair in pairs))
 
@@ -78,7 +78,7 @@ def same_bits(ours, others) -> bool:
 
 
 def planning(make: str, request: dict, topology: str) -> Future:
-    """The future of `planned` for the programs of `make`, "module:name"; the compiler works on the host meanwhile."""
+    """A future of `planned` for the programs of `make`, "module:name". The compiler runs on the host meanwhile."""
     argument = {"make": make, "request": request, "topology": topology}
     pool = ThreadPoolExecutor(1, "planned")
     future = pool.submit(run_in_child, f"{__name__}:planned", argument, seconds=request["plan_seconds"])
@@ -87,7 +87,7 @@ def planning(make: str, request: dict, topology: str) -> Future:
 
 
 def planned(argument: dict, progress: Callable) -> dict:
-    """Seconds of each program of `argument["make"]` by mode of the attention kernel, compiled for a slice; a text where it does not compile."""
+    """Program -> planned seconds by mode of the attention kernel, compiled for a slice; an error's text if it does not compile."""
     topology = find_topology(argument["topology"])
     devices, found = Compiler(topology).devices, {}
     compiler = Compiler(topology)
@@ -97,6 +97,6 @@ def planned(argument: dict, progress: Callable) -> dict:
             compiled = compiler.compile(program.lower(), program.options)
             timed = time_program(compiled, topology.chip, ici.places_of(program.mesh))
             found[name] = {mode: timing.seconds["total"] for mode, timing in timed.items()}
-        except Exception as error:  # it is a row, the others are planned
+        except Exception as error:  # reported in its row; the others are planned
             found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return found

@@ -1,4 +1,4 @@
-"""A report: a header, the stages that ran and their rows; without host names, paths or tokens; two of them side by side.
+"""Reports: a header, the stages that ran and their rows, without host names, paths or tokens; and the comparison of two.
 
 A row: `stage`, `name`, `status` (of `STATUSES`), `measured`, `expected`, `limit`, `unit`, `note`.
 """
@@ -48,7 +48,7 @@ def clean(value):
 
 @dataclass
 class Report:
-    """What is written: `header` (of `running.header`), a line a stage, and rows, cleaned when they are added."""
+    """The content of a report: `header` (of `running.header`), an entry per stage, and rows, cleaned when they are added."""
 
     header: dict
     stages: list[dict] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Report:
 
 
 def read(path: str) -> dict:
-    """A report from its file. Raises ValueError for what is none."""
+    """The report in a file. Raises ValueError for a file that is no report."""
     try:
         found = json.loads(Path(path).read_text())
         if found["format"] != FORMAT or not isinstance(found["rows"], list):
@@ -94,7 +94,7 @@ def read(path: str) -> dict:
 
 
 def beside(first: dict, second: dict) -> list[dict]:
-    """Rows of two reports by stage and name, in order: `first`, `second`, their `ratio` where both are numbers, both statuses."""
+    """Rows of two reports by stage and name, in order: `first`, `second`, their `ratio` if both are numbers, both statuses."""
     tables = [{(row["stage"], row["name"]): row for row in one["rows"]} for one in (first, second)]
     found = []
     for key in sorted({**tables[0], **tables[1]}, key=lambda key: key[0]):

@@ -1,4 +1,4 @@
-"""Stages one after another, each a child process with a limit of its own: a hang or a crash is a row, and the next stage runs."""
+"""Runs stages in order, each in a child process with its own time limit. A hang or a crash becomes a row; the next stage runs."""
 
 import contextlib
 import json
@@ -23,13 +23,13 @@ from .report import Report
 
 STAGES = tomllib.loads(Path(__file__).with_name("stages.toml").read_text())
 NAMES = tuple(STAGES)
-# Until a stage's modules are imported: from a cold disk that may take a minute, and is not what is checked.
+# Limit for importing a stage's modules: from a cold disk that may take a minute, and it is not what is checked.
 START_SECONDS = 120.0
 LAST_LINES = 12
 
 
 def header(target: Target) -> dict:
-    """Of a report: what it is of."""
+    """The header of a report: its chip, our sources, Python and the day."""
     return {
         "simulated": bool(target.simulated),
         "chip": target.generation,
@@ -40,20 +40,20 @@ def header(target: Target) -> dict:
 
 
 def request_of(stage: str, target: Target, cache: str) -> dict:
-    """What a stage's process is told: the stage's own settings, over them those of a TPU or of simulated chips."""
+    """The request to a stage's process: the stage's settings, overridden by those for a TPU or for simulated chips."""
     table, kind = STAGES[stage], "simulated" if target.simulated else "tpu"
     both = {name: value for name, value in table.items() if name not in ("tpu", "simulated")}
     return {**both, **table[kind], "stage": stage, "simulated": bool(target.simulated), "cache": cache}
 
 
 def run_stages(report: Report, target: Target, stages: list[str], ended: Callable[[str, float], None]):
-    """Runs stages in order, rows into the report; `ended(stage, seconds)` after each."""
+    """Runs stages in order and adds their rows to the report; calls `ended(stage, seconds)` after each."""
     with tempfile.TemporaryDirectory(prefix="diffusers-tpu-check-", ignore_cleanup_errors=True) as cache:
         following = None
         try:
             for stage, later in zip(stages, [*stages[1:], None]):
                 start, child = time.perf_counter(), following or Child(request_of(stage, target, cache), cache)
-                # It imports its modules meanwhile, which takes half of a short stage.
+                # The next stage imports its modules meanwhile, which is half of a short stage's time.
                 following = later and Child(request_of(later, target, cache), cache)
                 number, limit = NAMES.index(stage), child.request["seconds"]
                 for row in child.rows():
@@ -67,14 +67,14 @@ def run_stages(report: Report, target: Target, stages: list[str], ended: Callabl
 
 
 class Child:
-    """The process of one stage, which imports its modules and waits for its turn: until then it starts nothing on the chips."""
+    """The process of one stage. It imports its modules and waits for its turn; until then it does not use the chips."""
 
     def __init__(self, request: dict, folder: str):
         self.request, self.said = request, queue.Queue()
         self.log = open(Path(folder, f"{request['stage']}.log"), "w+", errors="replace")
         variables = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what this process can import, the child can
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the child can import what this process can
             "DIFFUSERS_TPU_CACHE": str(Path(folder, "cache")),
         }
         command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("child.py"))], subprocess.PIPE
@@ -85,7 +85,7 @@ class Child:
         threading.Thread(target=_listen, args=(self.process.stdout, self.said), daemon=True).start()
 
     def end(self) -> list[str]:
-        """The last lines of its log, which nothing writes to any more."""
+        """Kill the process; returns the last lines of its log."""
         kill(self.process)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -94,7 +94,7 @@ class Child:
             return [line.strip() for line in self.log if line.strip()][-LAST_LINES:]
 
     def rows(self) -> Iterator[dict]:
-        """It is its turn: its rows as they come, and one of the stage itself where it did not end well."""
+        """Start the stage; yields its rows as they come, and a row of the stage itself if it timed out or failed."""
         self._tell("")
         started, late, ends = False, False, time.monotonic() + START_SECONDS
         try:
@@ -124,11 +124,11 @@ class Child:
     def _tell(self, line: str):
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()  # and stays open: its end tells the child that we are gone
+            self.process.stdin.flush()  # stays open: the child exits when this process ends and closes it
 
 
 def _listen(stream, said: queue.Queue):
-    with contextlib.suppress(ValueError):  # the last line of a child that was killed may be half of one
+    with contextlib.suppress(ValueError):  # the last line of a killed child may be incomplete
         for line in stream:
             said.put(json.loads(line))
     said.put(("end", None))

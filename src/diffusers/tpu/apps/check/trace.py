@@ -1,4 +1,4 @@
-"""Stage 9, a trace: two steps of the model of stage 7, how much of their time is attributed, and what the trace calls its parts."""
+"""Stage 9, a trace of two steps of stage 7's model: the share of the time that is attributed to models, and names in the trace."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -49,7 +49,7 @@ def run(rows, request: dict):
 
 
 def names(rows, folder: Path):
-    """Of planes, lines and statistics."""
+    """Adds rows with the names of planes, lines and statistics."""
     trace = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     lines, statistics = defaultdict(set), defaultdict(set)
     for plane in ProfileData.from_file(str(trace)).planes:

@@ -1,4 +1,4 @@
-"""Stage 3, transfers: to and from a chip, what a launch costs, and whose memory an array is."""
+"""Stage 3, transfers: to and from a chip, the cost of a launch, and which arrays share memory."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ DISPATCH = "an empty dispatch"
 
 
 def seconds(function, repeats: int) -> float:
-    """The median of so many calls."""
+    """The median seconds of `repeats` calls."""
     found = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -30,7 +30,7 @@ def run(rows, request: dict):
     rows.add("to the device", size / to / 1e9, unit="GB/s", note=f"{request['mib']} MiB")
     arrays = iter(
         [jax.device_put(on_host, device) + n for n in range(request["repeats"])]
-    )  # an array keeps its copy on the host
+    )  # one for each repeat, as an array caches its copy on the host
     back = seconds(lambda: np.asarray(next(arrays)), request["repeats"])
     rows.add("from the device", size / back / 1e9, unit="GB/s", note=f"{request['mib']} MiB")
     here, there = jax.device_put(on_host, device), np.asarray(jax.device_put(on_host, device) + 0)

@@ -1,4 +1,4 @@
-"""The model that stages 6, 7 and 9 run: a Wan of two blocks whose weights are drawn from a seed, as a wheel holds no model."""
+"""The model that stages 6, 7 and 9 run: a Wan of two blocks with weights drawn from a seed, as a wheel contains no model."""
 
 import math
 import os
@@ -20,7 +20,7 @@ PROMPT, SEED = "a red circle moving right", 1
 
 
 def make_pipeline(heads: int, dtype: torch.dtype = torch.float32) -> WanPipeline:
-    """As upstream has it, the VAE in float32 as model cards load it. `heads`: of 128 channels."""
+    """The pipeline without the TPU path, its VAE in float32 as model cards load it. `heads`: how many, of 128 channels each."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         text = UMT5Config(vocab_size=64, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
@@ -50,7 +50,7 @@ def make_pipeline(heads: int, dtype: torch.dtype = torch.float32) -> WanPipeline
 
 
 def size_of(request: dict, chips: int) -> dict:
-    """Arguments of the call that decide sizes: as many frames as give each chip `rows` tokens."""
+    """The call's arguments that determine sizes, with enough frames that each chip has `rows` tokens."""
     side = request["side"]
     frames = max(2, math.ceil(request["rows"] * chips / (side // SPATIAL // PATCH) ** 2))
     return {
@@ -67,16 +67,16 @@ def call(pipe, size: dict, **more):
 
 
 def compilations(pipe) -> dict[str, int]:
-    """By component, what was compiled and not loaded."""
+    """Component -> how many programs were compiled instead of loaded."""
     return {name: one["compilations"] for name, one in report(pipe)["components"].items()}
 
 
 def kept_in(folder: Path) -> list[str]:
-    """Of a cache of executables, the files that are there."""
+    """The files in a cache of executables."""
     return sorted(os.listdir(folder / "executables")) if (folder / "executables").is_dir() else []
 
 
 def model_request(request: dict) -> dict:
-    """What stage 7 is told, for the other stages that run its model."""
+    """The settings of stage 7, for the other stages that run its model."""
     kind = "simulated" if request["simulated"] else "tpu"
     return {**STAGES["model"], **STAGES["model"][kind]}

@@ -1,6 +1,6 @@
-"""The command line, `diffusers-tpu`: the only room that prints.
+"""The command line, `diffusers-tpu`: the only package that prints.
 
-Exit status: 0 done; 1 something failed; 2 bad input, said in one line; 130 interrupted.
+Exit status: 0 done; 1 something failed; 2 bad input, reported in one line; 130 interrupted.
 """
 
 import argparse
@@ -24,18 +24,18 @@ TABLE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
 DEFAULTS = {name[2:]: option["default"] for name, option in TABLE["options"].items() if "default" in option}
 ACTIONS = {"yes or no": argparse.BooleanOptionalAction}
 CHOICES = {"attentions": ATTENTIONS, "linear": LINEAR, "any": None}
-NUMBERS = {"int": (int, 0, SEEDS[-1]), "count": (int, 1, SEEDS[-1]), "float": (float, 0, 10**9)}  # the least, the most
+NUMBERS = {"int": (int, 0, SEEDS[-1]), "count": (int, 1, SEEDS[-1]), "float": (float, 0, 10**9)}  # type, least, most
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors as ValueError in place of the whole usage and an exit."""
+    """argparse's parser, whose errors raise ValueError instead of printing the usage and exiting."""
 
     def error(self, message):
         raise ValueError(f"{message}. {self.prog} --help lists what there is.")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of `diffusers-tpu`, as commands.toml says; each command's module is imported when it runs."""
+    """The parser of `diffusers-tpu`, made from commands.toml; each command's module is imported when it runs."""
     parser = Parser(
         prog="diffusers-tpu", description="diffusers on TPU: run pipelines, and check them against upstream."
     )
@@ -64,7 +64,7 @@ def _add_options(parser, table: dict):
 
 
 def number(flag: str, limits: tuple, text: str) -> int | float:
-    """A number within `limits`, of NUMBERS, which NaN is not. Raises argparse.ArgumentError."""
+    """The number in `text`. `limits`: one of NUMBERS. Raises argparse.ArgumentError for other texts, NaN among them."""
     kind, least, most = limits
     with contextlib.suppress(ValueError):
         if least <= (value := kind(text)) <= most:
@@ -74,7 +74,7 @@ def number(flag: str, limits: tuple, text: str) -> int | float:
 
 
 def _check(options: argparse.Namespace):
-    """Raises ValueError for flags that a rule of the command refuses beside the others, and files that cannot be written."""
+    """Raises ValueError for flags that a rule of commands.toml refuses together, and for files that cannot be written."""
     given = {n: v for n, v in vars(options).items() if v is not None and v is not False and v != DEFAULTS.get(n)}
     for rule in TABLE["commands"][options.command].get("rules", ()):
         refused = all(
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         print("diffusers-tpu: interrupted", file=sys.stderr)
         hosts.failed("interrupted", 130)
         return 130
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except SystemExit as stop:  # argparse's --help

@@ -1,4 +1,4 @@
-"""From words of the command line to arguments of a pipeline's `__call__`, by its signature: any pipeline works."""
+"""Converts words of the command line to arguments of a pipeline's `__call__`, by its signature: any pipeline works."""
 
 import inspect
 
@@ -11,7 +11,7 @@ TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 
 
 def given_arguments(options, rest: list[str]) -> dict[str, list[str]]:
-    """Words by argument name: the command's options that are a pipeline's, and what `rest` holds as `--name value`."""
+    """Words by argument name: from the options in `OF_PIPELINES`, and from each `--name value` in `rest`."""
     given = {name: words for name in OF_PIPELINES if (words := getattr(options, name, None)) is not None}
     name = None
     for word in rest:
@@ -29,13 +29,13 @@ def given_arguments(options, rest: list[str]) -> dict[str, list[str]]:
 
 
 def config_of(options, **more) -> dict:
-    """What the options say of `TPUConfig`, beside the mesh, and `more`: what is not as it is without them."""
+    """The fields of `TPUConfig`, without the mesh, that the options change. `more`: further options with their defaults."""
     plain = {**more, "attention": "auto", "linear": "bfloat16", "attention_sparsity": 0.0}
     return {name: value for name, default in plain.items() if (value := getattr(options, name)) != default}
 
 
 def numbers(options, rest: list[str]) -> dict:
-    """Arguments where no pipeline is at hand: a number where the word reads as one, else the word itself."""
+    """Arguments without a pipeline's signature: a number if the word is one, else the word itself."""
     found = {}
     for name, words in given_arguments(options, rest).items():
         if len(words) != 1:

@@ -1,4 +1,4 @@
-"""`diffusers-tpu bench`: rows of a benchmark, each compiled for a TPU that is not here."""
+"""`diffusers-tpu bench`: rows of a benchmark, each compiled for a TPU on a machine without one."""
 
 import sys
 
@@ -13,7 +13,7 @@ from .output import cell, table, write_json
 
 
 def run(options, rest: list[str]) -> int:
-    """Run the command; exit status 1 if a row could not be had (it then says why)."""
+    """Run the command; exit status 1 if a row failed, whose error is printed."""
     benches, attention = map(from_checkout, ("bench.benches", "bench.attention_cases"))
     filters = [name[2:] for name in TABLE["groups"]["filters"]["options"]]
     filters = {name: value for name in filters if (value := getattr(options, name)) is not None}

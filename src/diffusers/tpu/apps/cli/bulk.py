@@ -1,4 +1,4 @@
-"""`diffusers-tpu generate --prompts`: every prompt of a file into a directory, see the room `bulk`."""
+"""`diffusers-tpu generate --prompts`: outputs of all prompts of a file in one directory, see the package `bulk`."""
 
 import argparse
 import functools
@@ -22,7 +22,7 @@ def _load(options: argparse.Namespace):
     if target is not None:
         import jax
 
-        # Each process decides for itself which prompt is next: those of one slice could not run one program together.
+        # Each process chooses its next prompt by itself, so the processes of one slice could not run one program together.
         if jax.process_count() > 1:
             raise ValueError(
                 f"expected a slice of one host for each process with --prompts, got one of {jax.process_count()} processes of"
@@ -32,14 +32,14 @@ def _load(options: argparse.Namespace):
 
 
 def run(options, rest: list[str]) -> int:
-    """The command; returns its exit status: 1 where a prompt could not be made."""
+    """Run the command; exit status 1 if a prompt could not be made."""
     resources = _checked(options)
     if options.ray is None:
         session.chosen(options)  # refused before anything is written
     cls, call = session.asked(options, rest)
     with loading():
         prompts = prompt_files.read(Path(options.prompts), options.seed or 0, call)
-        check_arguments(cls, call)  # what every prompt would fail by
+        check_arguments(cls, call)  # an error here is every prompt's
         given = {"prompt", *(name for prompt in prompts for name in prompt.arguments)}
         arguments.require(cls, given & arguments.parameters_of(cls).keys())
         directory = Directory(Path(options.output or Path("out") / Path(options.prompts).stem))

@@ -1,4 +1,4 @@
-"""`diffusers-tpu check`: the self-check of a TPU, its report, and two reports side by side."""
+"""`diffusers-tpu check`: the self-check of a TPU, its report, and the comparison of two reports."""
 
 from pathlib import Path
 

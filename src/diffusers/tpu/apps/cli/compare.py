@@ -1,4 +1,4 @@
-"""`diffusers-tpu compare`: upstream's modules and ours side by side; with --component one of them, submodule by submodule."""
+"""`diffusers-tpu compare`: compares our modules with upstream's; with --component one of them, submodule by submodule."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from .output import say, table
 
 
 def run(options, rest: list[str]) -> int:
-    """The command; exit status 1 if a row fails: a module is too far off, a submodule parts or gives what is not finite."""
+    """Run the command; exit status 1 if a row fails: an error above its limit, or an output that is not finite."""
     for name in ("mesh", "dtype"):
         if options.component and len(getattr(options, name) or []) > 1:
             raise ValueError(f"expected {flag(name)} once with --component, got {getattr(options, name)}")
@@ -53,7 +53,7 @@ def _modules(options, target, cls: type, call: dict, seed: int) -> int:
 
 
 def _table(groups):
-    """One line a module, entry, dtype and mesh."""
+    """One line for each module, entry, dtype and mesh."""
     lines = []
     for group in groups:
         for row in group:
@@ -68,8 +68,8 @@ def _table(groups):
 
 
 def trace(options, rest: list[str]) -> int:
-    """`--trace`; exit status 1 if there is an obstacle to compiling, or a trace did not come to its end."""
+    """Run `--trace`; exit status 1 if something cannot be compiled, or a trace was not completed."""
     if len(options.dtype or []) > 1:
         raise ValueError(f"expected --dtype once with --trace, got {options.dtype}")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here stays free
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leaves this machine's TPU free
     return from_checkout("submodules.trace_command").run(options, numbers(options, rest))

@@ -1,4 +1,4 @@
-"""`diffusers-tpu env`: what a bug report needs. Without a TPU path it imports neither JAX nor torchax."""
+"""`diffusers-tpu env`: facts for a bug report. Without the TPU path it imports neither JAX nor torchax."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run(options, rest: list[str]) -> int:
         rows += [("" if number else group, *item) for number, item in enumerate(values.items())] + [None]
     Console().print(table(("", "", ""), rows, 3, show_header=False))
     if torch.version.cuda and facts["chips"]["TPU path"] == "on":
-        print(CUDA_BUILD)  # whole, to be copied
+        print(CUDA_BUILD)  # not wrapped, to be copied
     return 0
 
 
@@ -74,7 +74,7 @@ def chips(environment: Environment) -> dict[str, str]:
 
 
 def patches() -> dict[str, str]:
-    """Subject by number of each patch of the working tree that this package runs from; a wheel has them in its version."""
+    """Patch number -> subject, of the checkout that this package runs from; for a wheel only the version it was built as."""
     folder = Path(diffusers.__file__).parents[2] / "patches"
     if not (folder / "series").exists():
         return {"applied": f"when diffusers {installed_version('diffusers')} was built"}

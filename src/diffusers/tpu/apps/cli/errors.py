@@ -1,6 +1,6 @@
-"""Which errors are the user's to mend: ValueError and NotImplementedError that are `raised_here`, told in one line.
+"""Errors that the user can fix: ValueError and NotImplementedError that are `raised_here` are printed in one line.
 
-Every other one is shown with its traceback.
+All others, except `Failure` of `common/errors.py`, are shown with their traceback.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ def from_checkout(name: str) -> ModuleType:
 
 
 def raised_here(error: Exception) -> bool:
-    """Whether a `raise` of this package's or its examples' did, which says what was expected, what came and the way out."""
+    """Whether a `raise` of this package or its examples raised it: such messages say what was expected, got, and the way out."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return frame.filename.startswith((f"{PACKAGE}{os.sep}", f"{EXAMPLES}{os.sep}")) and frame.line.startswith("raise ")
 
 
 @contextlib.contextmanager
 def refusing(*kinds: type[Exception]):
-    """Errors of these classes as ValueError, whoever raises them."""
+    """Raises errors of these classes as ValueError, wherever they come from."""
     try:
         yield
     except kinds as error:
@@ -38,7 +38,7 @@ def refusing(*kinds: type[Exception]):
 
 
 def loading():
-    """Upstream's errors about a model directory or hub id, wherever they are raised, as ValueError."""
+    """Raises upstream's errors about a model directory or hub id as ValueError, wherever they come from."""
     return refusing(OSError, ValueError, NotImplementedError)
 
 

@@ -1,4 +1,4 @@
-"""`diffusers-tpu generate`: a pipeline run once, its pictures written, its times printed; for `--stage` see staged."""
+"""`diffusers-tpu generate`: runs a pipeline once, writes its pictures and prints its times; for `--stage` see `staged`."""
 
 import contextlib
 import time
@@ -47,7 +47,7 @@ def run(options, rest: list[str]) -> int:
 
 
 def _profiled_steps(options, cls: type, call: dict, target) -> range | None:
-    """The steps of `--profile`, None without. Raises ValueError for these flags where they say nothing."""
+    """The steps of `--profile`, None without it. Raises ValueError for it or `--debug-nans` without the TPU path."""
     if options.debug_nans and target is None:
         raise ValueError(
             "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
@@ -64,7 +64,7 @@ def _profiled_steps(options, cls: type, call: dict, target) -> range | None:
 
 
 def check_finite(pipe, target):
-    """Raises NotFinite for pictures of the last call that are no numbers."""
+    """Raises NotFinite if the last call's pictures have NaN or an infinity."""
     if target is None:
         return
     from ...pipelines.pipeline import installation
@@ -85,7 +85,7 @@ def tell(stopwatch: Stopwatch, ran: str, files: list):
 
 
 def call_extras(cls: type, options, seed: int) -> dict:
-    """Arguments that no pipeline takes from a command line as they are: generator, image, pictures as output."""
+    """Arguments that the command makes itself: the generator, the image, and pictures as the output type."""
     takes = arguments.parameters_of(cls)
     extra = {}
     if "generator" in takes:
@@ -103,7 +103,7 @@ def call_extras(cls: type, options, seed: int) -> dict:
 
 
 def where(pipe, target) -> str:
-    """In one line what the pipeline ran on."""
+    """One line about the mesh and chips on which the pipeline ran."""
     if target is None:
         return f"plain diffusers on {'cuda' if torch.cuda.is_available() else 'the CPU'}"
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in tpu.report(pipe)["mesh"].items())

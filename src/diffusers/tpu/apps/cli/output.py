@@ -1,4 +1,4 @@
-"""What a command gives: tables, JSON, and files, of which it is said before the work if they cannot be written."""
+"""The output of a command: tables, JSON and files. Whether a file can be written is checked before the work."""
 
 import json
 import os
@@ -16,14 +16,14 @@ SUFFIXES = (".mp4", ".png")
 
 
 def say(text: str, stderr: bool = False, markup: bool = False):
-    """Print one line; brackets in it are rich's markup only if that is said: a prompt may have some."""
+    """Print one line. Brackets are rich's markup only with `markup`, as a prompt may contain some."""
     Console(stderr=stderr).print(text, soft_wrap=True, markup=markup, highlight=False)
 
 
 def table(
     names: Sequence[str], rows: Iterable[Sequence | None], texts: int = 1, wrap: bool = True, **settings
 ) -> Table:
-    """A table of these rows, None between two sections; columns after the first `texts` are numbers.
+    """A table of these rows; None separates two sections. The first `texts` columns are text, the others numbers.
 
     Without `wrap` only cells of the first column may have several lines.
     """
@@ -39,12 +39,12 @@ def table(
 
 
 def cell(value) -> str:
-    """Of a table, a figure to four digits, nothing for None."""
+    """The text of a table's cell: a float has four digits, None is empty."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES, kind: str = "") -> Path:
-    """Where to write, of these suffixes; its folder is made. Without `wanted`: out/, named after the prompt and `kind`.
+    """The file to write, with one of these suffixes; makes its folder. Without `wanted`: in out/, named by the prompt and `kind`.
 
     Raises ValueError for another suffix or a folder that cannot be written to.
     """
@@ -61,7 +61,7 @@ def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES
 
 
 def check_folder(folder: Path):
-    """Make a folder, before minutes of work. Raises ValueError where that cannot be, or nothing can be written into it."""
+    """Make a folder, before minutes of work. Raises ValueError if that fails or nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -70,7 +70,7 @@ def check_folder(folder: Path):
 
 
 def check_writable(wanted: str | None, suffix: str):
-    """Raises ValueError, before minutes of work, for another suffix or a folder that is not there or cannot be written to."""
+    """Raises ValueError, before minutes of work, for another suffix or a folder that is missing or not writable."""
     if wanted in (None, "-"):
         return
     path = Path(wanted)
@@ -79,7 +79,7 @@ def check_writable(wanted: str | None, suffix: str):
 
 
 def write_json(wanted: str | None, value):
-    """`--json`: to the output where it is "-", else to a file; None: not asked for."""
+    """Writes `value` as `--json` asks: to standard output for "-", else to a file; nothing for None."""
     text = json.dumps(value, indent=1)
     if wanted == "-":
         print(text)

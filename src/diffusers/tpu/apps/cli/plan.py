@@ -19,7 +19,7 @@ from .output import check_folder, say, table, write_json
 
 
 def _asked(options, rest: list[str]) -> dict:
-    """What the planner is asked with, beside model, slice and mesh."""
+    """Arguments of `planner.request_of` for both commands, without model, slice and mesh."""
     return {
         "dtype": options.dtype,
         "batch": options.batch,
@@ -30,7 +30,7 @@ def _asked(options, rest: list[str]) -> dict:
 
 
 def run(options, rest: list[str]) -> int:
-    """Run the command; exit status 1 if the model fits none of the slices that were named."""
+    """Run `plan`; exit status 1 if the model fits none of the named slices."""
     topologies = [find_topology(name).name for word in options.topology for name in word.split(",")]
     mesh = options.mesh if options.mesh in (None, "auto") else parse_mesh(options.mesh)
     settings = {**_asked(options, rest), "mesh": mesh, "everything": options.everything, "seconds": options.time_limit}
@@ -54,7 +54,7 @@ def run(options, rest: list[str]) -> int:
 
 
 def make_executables(options, rest: list[str]) -> int:
-    """`diffusers-tpu compile`, on any machine: a run's executables made before it; exit status 1 if one is not kept."""
+    """Run `compile`: writes a run's executables in advance, on any machine; exit status 1 if one is not stored."""
     if (folder := options.output or read_environment().cache_dir) is None:
         raise ValueError("expected --output DIR where DIFFUSERS_TPU_CACHE=off keeps nothing")
     settings = _asked(options, rest)

@@ -1,6 +1,6 @@
-"""`generate --profile`: a trace of some denoising steps, and beside it the texts of the programs that ran.
+"""`generate --profile`: writes a trace of some denoising steps, with the texts of the programs that ran.
 
-`diffusers-tpu profile`: what they took, module by module and operation by operation, beside a plan's seconds.
+`diffusers-tpu profile`: prints their seconds by module and by operation, compared with a plan's.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .timing import wait
 
 
 SHOWN = 20
-STEPS = "2:4"  # the first compiles, the second may compile what only it meets
+STEPS = "2:4"  # step 0 compiles; step 1 may compile programs that only it needs
 
 
 def run(options, rest: list[str]) -> int:
@@ -57,7 +57,7 @@ def _plan(path: str) -> dict:
 
 
 def steps_of(text: str, count: int | None) -> range:
-    """`--profile-steps`, "2:4" for steps 2 and 3 counted from 0. `count`: how many there are, where that is known. Raises ValueError."""
+    """`--profile-steps`: "2:4" means steps 2 and 3, counted from 0. `count`: how many there are, if known. Raises ValueError."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps:
@@ -73,8 +73,8 @@ def steps_of(text: str, count: int | None) -> range:
 def traced(pipe, folder: str, steps: range) -> Iterator[None]:
     """Traces these steps of the pipeline's scheduler into a folder.
 
-    A step ends when the device has finished what `scheduler.step` answers. Python's own calls are not traced: they would cost more
-    than what they call.
+    A step ends when the device has finished what `scheduler.step` returns. Python calls are not traced, as that would cost more
+    than the calls themselves.
     """
     if (scheduler := getattr(pipe, "scheduler", None)) is None:
         raise ValueError(f"expected --profile with a pipeline that has a scheduler, got {type(pipe).__name__}")
@@ -109,14 +109,14 @@ def traced(pipe, folder: str, steps: range) -> Iterator[None]:
 
 
 def write_programs(runners: Mapping[str, CompiledModule], folder: str, steps: int):
-    """Beside a trace of so many `steps`: device, mesh, and the text of each program of these models, warning of those without one."""
+    """Writes `PROGRAMS` for a trace of `steps` steps: device, mesh, and the text of each program. Warns of models without texts."""
     programs, without, mesh = [], set(), next(iter(runners.values())).mesh
     for name, runner in runners.items():
         for path, one in runner.nested():
             found = [(p.entry, compiled) for p in one.programs.values() for compiled in p.executables.values()]
             for entry, compiled in found:
                 component, text = f"{name}.{path}".rstrip("."), None
-                with contextlib.suppress(RuntimeError, NotImplementedError):  # what a runtime says that keeps no text
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # the runtime keeps no text
                     text = compiled.as_text()
                 if text:
                     programs.append({"component": component, "entry": entry, "text": text})

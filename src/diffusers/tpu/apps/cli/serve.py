@@ -1,4 +1,4 @@
-"""`diffusers-tpu serve`: a pipeline behind HTTP, see the room `serving`."""
+"""`diffusers-tpu serve`: serves a pipeline over HTTP, see the package `serving`."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ SETTINGS = ("any_size", "max_batch", "fps", "grace", "host", "port", "page")
 
 
 def run(options, rest: list[str]) -> int:
-    """The command; returns its exit status, 0 when it was asked to end."""
+    """Run the command until a signal ends it; exit status 0."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"expected what serving needs, {', '.join(missing)} is not installed: pip install '.[serve]'")
     target = session.chosen(options)

@@ -1,4 +1,4 @@
-"""What commands share: the device asked for, the call asked for, and a pipeline loaded."""
+"""Steps that commands share: choose the device, read the arguments of the call, load the pipeline."""
 
 import os
 import random
@@ -23,9 +23,9 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def choose_target(device: str) -> Target | None:
-    """What this process runs on, None for plain upstream; sets DIFFUSERS_TPU for the rest of the process.
+    """The device that this process runs on, None for plain upstream; sets DIFFUSERS_TPU for the rest of the process.
 
-    Raises ValueError where a TPU is wanted, or nothing was said, and there is none.
+    Raises ValueError if there is no TPU and neither `device` nor DIFFUSERS_TPU names another device.
     """
     forced = device == os.environ.get("DIFFUSERS_TPU", "").strip().lower() == "tpu"
     if MODES[device] is not None and not forced:
@@ -37,13 +37,13 @@ def choose_target(device: str) -> Target | None:
             f"expected a TPU, found none ({why_off(environment)}). DIFFUSERS_TPU=cpu (or --device simulated) runs the same path on"
             " simulated chips, slowly: for small models and checks. --device upstream runs plain diffusers."
         )
-    if target is None and "idioms" in vars(tpu):  # on since diffusers was imported, as the environment said then
+    if target is None and "idioms" in vars(tpu):  # switched on by `import diffusers`, by the environment of then
         tpu.idioms.off()
     return target
 
 
 def chosen(options) -> Target | None:
-    """`choose_target` of the command's `--device`. Raises ValueError for flags that plain diffusers has not."""
+    """`choose_target` of the command's `--device`. Raises ValueError for flags that plain diffusers does not have."""
     target = choose_target(options.device)
     if target is None and (ours := arguments.config_of(options, mesh=None)):
         raise ValueError(f"expected no {arguments.flag([*ours][0])} without the TPU path: plain diffusers has none")
@@ -51,7 +51,7 @@ def chosen(options) -> Target | None:
 
 
 def is_first(target: Target | None) -> bool:
-    """Whether this process is the one of its run that writes and tells, the others say errors only; processes join here."""
+    """Whether this process is the one of its run that writes and prints; the others log errors only. Processes join here."""
     if target is None:
         return True
     hosts.join(target.platform)
@@ -63,7 +63,7 @@ def is_first(target: Target | None) -> bool:
 
 
 def seed_of(given: int | None) -> int:
-    """`--seed`, else one that is drawn: the same in all processes of a run."""
+    """`--seed`, else a random one, which is the same in all processes of a run."""
     return int(hosts.of_first(str(random.randrange(2**31)))) if given is None else given
 
 
@@ -92,7 +92,7 @@ def pipeline_class(model: str) -> type:
 
 
 def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | None:
-    """`--mesh` as degrees, or None where none is given. Raises ValueError where it or the environment's does not fit the chips."""
+    """`--mesh` as degrees, or None without it. Raises ValueError if it or the environment's mesh does not fit the chips."""
     if target is None:
         return None
     from ...chips.mesh import plan_degrees
@@ -103,7 +103,7 @@ def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | N
 
 
 def load(options, target: Target | None, mesh):
-    """The pipeline of `from_pretrained`, on the TPU path where that is active, its weights where they will be used."""
+    """The pipeline of `from_pretrained`, on the TPU path if that is active, with its weights on the device."""
     with loading():
         dtype = {"dtype": getattr(torch, options.dtype)} if options.dtype else {}
         pipe = diffusers.DiffusionPipeline.from_pretrained(options.model, **dtype)

@@ -1,4 +1,4 @@
-"""`diffusers-tpu generate --stage`: one of three runs, with files between them. See the room `stages`."""
+"""`diffusers-tpu generate --stage`: runs one of three stages, with files between them. See the package `stages`."""
 
 import dataclasses
 import time
@@ -51,7 +51,7 @@ def run(options, rest: list[str]) -> int:
 
 
 def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
-    """Settings of a run that begins, from the command line, and its pictures."""
+    """Settings of a new run, from the command line, and the tensors of its pictures."""
     seed, tensors = session.seed_of(options.seed), {}
     extra = generate.call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
@@ -68,7 +68,7 @@ def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
 
 
 def _next(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
-    """Settings and tensors of the file that the stage before wrote. Raises ValueError for flags that contradict them."""
+    """Settings and tensors of the file that the previous stage wrote. Raises ValueError for flags that contradict them."""
     settings, tensors = stages.read(options.input, BEFORE[options.stage])
     if stages.fingerprint(options.model) != settings.fingerprint:
         raise ValueError(
@@ -96,7 +96,7 @@ def _shown(packed) -> str:
 
 
 def _run(stage: str, stopwatch: Stopwatch, settings: stages.Settings, tensors: dict):
-    """What the stage makes: tensors by name, or frames."""
+    """The stage's result: tensors by name, or frames."""
     pipe = stopwatch.pipe
     if stage == "decode":
         return stages.run_decode(pipe, tensors[stages.LATENTS], "pil")

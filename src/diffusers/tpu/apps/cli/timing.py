@@ -1,4 +1,4 @@
-"""How long the parts of one call take, each counted when the device has finished it; compilation is counted apart."""
+"""Times the parts of one call; a part ends when the device has finished it. Compilation is counted separately."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ PARTS = {"encode_prompt": "text encode", "encode": "VAE encode", "decode": "VAE 
 
 
 def wait(values):
-    """Return when the device has finished these values."""
+    """Return when the device has computed these values."""
     if arrays := [leaf.jax() for leaf in tree_leaves(values) if hasattr(leaf, "jax")]:
         import jax
 
@@ -40,7 +40,7 @@ def compile_seconds(pipe) -> Counter[str]:
 
 
 class Stopwatch:
-    """Times a call of `pipe`: seconds of `parts` and of each of its `steps` without compilation, `total` with it; `load` since `start`."""
+    """Times a call of `pipe`: seconds of `parts` and each of `steps` without compilation, `total` with it; `load` since `start`."""
 
     def __init__(self, pipe, start: float):
         self.load = time.perf_counter() - start
@@ -49,13 +49,13 @@ class Stopwatch:
 
     @property
     def callback(self) -> dict:
-        """The argument of the pipeline's call that tells of its steps, where it takes one."""
+        """The argument of the pipeline's call that reports its steps; empty if it takes none."""
         takes = "callback_on_step_end" in parameters_of(type(self.pipe))
         return {"callback_on_step_end": self._step_ends} if takes else {}
 
     @contextlib.contextmanager
     def running(self, whole: bool = True) -> Iterator[None]:
-        """Times what runs in here: the pipeline's call, or a part of it."""
+        """Times the body of the context. `whole`: it is the pipeline's whole call, not a part."""
         start, vae = time.perf_counter(), getattr(self.pipe, "vae", None)
         owners = [(o, n) for o, n in ((self.pipe, "encode_prompt"), (vae, "encode"), (vae, "decode")) if hasattr(o, n)]
         with replaced((vars(o), n, self._timed(getattr(o, n), PARTS[n], whole)) for o, n in owners):
@@ -96,7 +96,7 @@ class Stopwatch:
         return {}
 
     def _mark(self) -> float:
-        """Seconds since the last mark, compilation left out."""
+        """Seconds since the last mark, without compilation."""
         now, compiled = time.perf_counter(), compile_seconds(self.pipe).total()
         passed = now - self._last - (compiled - self._last_compile)
         self._last, self._last_compile = now, compiled

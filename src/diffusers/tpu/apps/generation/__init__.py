@@ -1,1 +1,1 @@
-"""Prompts to pictures, whoever asks: requests as arguments of a pipeline, several in one call, the answers as files."""
+"""Pictures from prompts, for commands and the server: arguments of a pipeline, several requests in one call, results as files."""

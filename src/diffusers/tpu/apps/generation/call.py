@@ -1,4 +1,4 @@
-"""Requests of equal arguments as one call of a pipeline, each with its own prompt and noise."""
+"""Runs requests of equal arguments in one call of a pipeline, each with its own prompt and noise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ class Request:
 def generate(
     pipe, requests: Sequence[Request], size: int = 1, on_step: Callable[[int, int, dict], None] | None = None
 ) -> list[list]:
-    """What one call makes of each request: lists of images, or of videos.
+    """The results of one call for each request: lists of images, or of videos.
 
     Args:
-        requests: of equal arguments; more than one only where `takes_batches` says that the pipeline allows it.
-        size: prompts of the call; the first ones again fill it up, so that one program does for every number of requests.
-        on_step: called after each denoising step with how many are done, how many there are, and the tensors that upstream's
-            callback gets (`latents`), on the host. What it raises ends the call.
+        requests: of equal arguments; more than one only if `takes_batches` is true of the pipeline.
+        size: prompts of the call. Requests are repeated to fill it, so that one program serves any number of requests.
+        on_step: called after each denoising step with the number of steps done, their total, and the tensors that upstream's
+            callback gets (`latents`), on the host. An error that it raises ends the call.
     """
     filled = list(islice(cycle(requests), max(size, len(requests))))
     takes = parameters_of(type(pipe))

@@ -1,4 +1,4 @@
-"""What a pipeline returned, as files: mp4 with a contact sheet, or png; whole or not at all."""
+"""Writes a pipeline's output to files: mp4 with a contact sheet, or png. All files are written or none."""
 
 import math
 import os
@@ -13,12 +13,12 @@ from ...common.files import whole_files
 
 
 FPS = 16
-NO_PICTURE = (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError)  # what PIL raises for one
+NO_PICTURE = (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError)  # PIL's for a bad picture
 TILES_IN_A_ROW, MAX_TILES, TILE_WIDTHS = 9, 18, (128, 256)  # of contact sheets
 
 
 def pictures(output) -> list:
-    """Videos, each a list of frames, or images, all of PIL. Raises ValueError for a pipeline that returns neither."""
+    """The output's videos, each a list of frames, or its images, all of PIL. Raises ValueError if it has neither."""
     for name in ("frames", "images"):
         if (values := getattr(output, name, None)) is not None:
             videos = values if name == "frames" else [values]
@@ -30,13 +30,13 @@ def pictures(output) -> list:
 def write(values: list, path: Path, fps: int | None) -> list[Path]:
     """Write every video with its contact sheet, or every image, as `pictures` gives them; returns the files.
 
-    Raises NotWritten where there is no room for them, or they cannot be written.
+    Raises NotWritten if the disk is full or they cannot be written.
     """
     fps, are_videos = FPS if fps is None else fps, not isinstance(values[0], Image.Image)
     stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
     sheets = [path.with_name(f"{stem}.png") for stem in stems]
     videos = [sheet.with_suffix(".mp4") for sheet in sheets] if are_videos else []
-    # Without it imageio forks to shield ffmpeg from ctrl-C, which JAX warns of; an unfinished file is removed anyway.
+    # Without it imageio forks to protect ffmpeg from ctrl-C, and JAX warns of forks. Unfinished files are removed anyway.
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
     try:
         with whole_files([*videos, *sheets]) as drafts:
@@ -44,7 +44,7 @@ def write(values: list, path: Path, fps: int | None) -> list[Path]:
                 export_to_video(value, str(draft), fps=fps)
             for value, draft in zip(values, drafts[len(videos) :]):
                 (contact_sheet(value) if are_videos else value).save(draft)
-    except OSError as error:  # the disk is full, or ffmpeg could not write and has gone
+    except OSError as error:  # the disk is full, or ffmpeg could not write and ended
         raise NotWritten(
             f"expected room for {', '.join(map(str, [*videos, *sheets]))}, got {' '.join(str(error).split())[-300:]}: nothing is"
             " left there. Make room, or choose another place; the same seed gives the same again."
@@ -53,7 +53,7 @@ def write(values: list, path: Path, fps: int | None) -> list[Path]:
 
 
 def contact_sheet(video: list[Image.Image]) -> Image.Image:
-    """Up to `MAX_TILES` frames at even distances, in rows, small ones enlarged and large ones reduced."""
+    """Up to `MAX_TILES` evenly spaced frames in rows; small ones are enlarged and large ones reduced."""
     chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_TILES)).round().astype(int)
     rows = math.ceil(len(chosen) / TILES_IN_A_ROW)
     columns = math.ceil(len(chosen) / rows)

@@ -1,4 +1,4 @@
-"""What a pipeline's `__call__` takes, by its signature, and values of JSON held against it."""
+"""The parameters of a pipeline's `__call__`, from its signature, and checks of JSON values against them."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ def parameters_of(pipeline_class: type) -> dict[str, inspect.Parameter]:
 
 
 def types_of(parameter: inspect.Parameter) -> list[str]:
-    """The simple types its annotation allows, else the type of its default; none for what the commands set themselves."""
+    """The simple types that its annotation allows, else its default's; none if commands set it or its type is complex."""
     annotation = parameter.annotation
     if parameter.name in OURS or COMPLEX.search(str(annotation)):
         return []
@@ -30,7 +30,7 @@ def types_of(parameter: inspect.Parameter) -> list[str]:
 
 
 def check_arguments(pipeline_class: type, arguments: dict):
-    """Raises ValueError for a name that the pipeline does not take, or a value of another type than it says."""
+    """Raises ValueError for a name that the pipeline does not take, or a value of another type than its annotation's."""
     parameters = parameters_of(pipeline_class)
     for name, value in arguments.items():
         types = types_of(parameters[name]) if name in parameters and name not in OF_BATCHES else []

@@ -1,4 +1,4 @@
-"""One pipeline behind HTTP: a queue of jobs, one thread that runs the pipeline, endpoints in OpenAI's form, a page.
+"""Serves one pipeline over HTTP: a queue of jobs, one thread that runs the pipeline, endpoints in OpenAI's form, a page.
 
-FastAPI, uvicorn and prometheus_client are of the extra `serve`, Gradio of it too: nothing else of this package imports them.
+The extra `serve` installs FastAPI, uvicorn, prometheus_client and Gradio; only this package imports them.
 """

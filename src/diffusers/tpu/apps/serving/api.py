@@ -21,8 +21,8 @@ from .requests import Reader, WantedImages, WantedVideo, fields_of, refusal
 from .worker import Worker
 
 
-LOOKS_FOR_CLIENT = 1.0  # seconds between looks whether one that waits for images is still there
-Listed = Annotated[int, Query(ge=1, le=100)]  # videos in one answer
+LOOKS_FOR_CLIENT = 1.0  # seconds between checks that a client waiting for images is connected
+Listed = Annotated[int, Query(ge=1, le=100)]  # videos in one response
 SUFFIXES = {"video": ".mp4", "spritesheet": ".png"}  # of variants
 
 
@@ -53,7 +53,7 @@ def make_app(jobs: Jobs, worker: Worker, reader: Reader, metrics: Metrics) -> Fa
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.api_route("/v1/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
-    async def nothing(rest: str, http: Request):  # else the page, mounted at /, would answer
+    async def nothing(rest: str, http: Request):  # else the page, mounted at /, would respond
         known = ", ".join(
             f"{'/'.join(route.methods)} {route.path}" for route in app.routes if "rest" not in route.path
         )
@@ -74,11 +74,11 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 
 async def changes(job: Job, every: float | None = None) -> AsyncIterator[None]:
-    """Comes at once, whenever the job has changed and every so many seconds, until it has finished."""
+    """Yields at once, after each change of the job and every `every` seconds, until the job has finished."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def watcher():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(changed.set)
 
     job.watchers.add(watcher)
@@ -117,7 +117,7 @@ def _shown(job: Job, jobs: Jobs, reader: Reader) -> dict:
 
 
 def _video(video_id: str, jobs: Jobs) -> Job:
-    """Raises Refused where there is none."""
+    """The job of a video. Raises Refused if there is none."""
     jobs.sweep()
     job = jobs.get(video_id)
     if job is None or job.kind != "video":
@@ -126,7 +126,7 @@ def _video(video_id: str, jobs: Jobs) -> Job:
 
 
 async def _preview(job: Job) -> Response:
-    """A JPEG of a job that runs. Raises Refused where there is none."""
+    """The preview of a running job as a JPEG. Raises Refused if there is none."""
     if (image := await asyncio.to_thread(job.preview)) is None:
         expected = "expected a video in progress, after its second step, of a model with previews"
         raise Refused(409, f"{expected}, got step {job.step} of one that is {job.state}", code="no_preview")
@@ -212,7 +212,7 @@ def _add_images(app: FastAPI, jobs: Jobs, reader: Reader):
 
 
 async def _end_of(job: Job, http: Request):
-    """Return when the job has finished. Raises Refused where it gave nothing, or where the client has gone."""
+    """Return when the job has finished. Raises Refused if it failed or was cancelled, or if the client disconnected."""
     async with contextlib.aclosing(changes(job, LOOKS_FOR_CLIENT)) as changed:
         async for _ in changed:
             if not job.finished and await http.is_disconnected():

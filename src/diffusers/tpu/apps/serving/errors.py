@@ -1,4 +1,4 @@
-"""What a client is told in place of an answer, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from starlette.responses import JSONResponse
 
@@ -7,11 +7,11 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 
 
 class Refused(Exception):
-    """A request that gets a status and a message: what was expected, what came, the way out.
+    """Raised for a request that gets a status and a message: what was expected, what came, the way out.
 
     Attributes:
-        param: the field of the request that it is about.
-        code: for programs to tell refusals apart.
+        param: the field of the request that is wrong.
+        code: the kind of refusal, for programs.
     """
 
     def __init__(
@@ -24,6 +24,6 @@ class Refused(Exception):
     def response(self) -> JSONResponse:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        # Halves of surrogate pairs, which a client's JSON may hold and no answer can, are escaped.
+        # Lone surrogates, which a client's JSON may contain and no response may, are escaped.
         error = {name: value and value.encode("utf-8", "backslashreplace").decode() for name, value in error.items()}
         return JSONResponse({"error": error}, self.status, self.headers)

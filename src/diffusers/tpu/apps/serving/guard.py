@@ -1,4 +1,4 @@
-"""Before any endpoint: who may ask, and how large a request may be."""
+"""Checks before any endpoint: who may send a request, and how large it may be."""
 
 import hmac
 from urllib.parse import urlsplit
@@ -16,12 +16,12 @@ UPLOAD = "/gradio_api/upload"
 
 
 def same(token: str, given: str) -> bool:
-    """Compared in a time that does not tell where they part."""
+    """Whether they are equal, compared in constant time."""
     return hmac.compare_digest(token.encode(), given.encode())
 
 
 def _name(host: str) -> str | None:
-    """Of a header `Host`, without the port; None for what is none."""
+    """The name in a header `Host`, without the port; None if it is invalid."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
@@ -31,11 +31,11 @@ def _name(host: str) -> str | None:
 class Guard:
     """An ASGI application around another.
 
-    - With a token, `/v1/` and `/metrics` want `Authorization: Bearer TOKEN`.
-    - Bound to loopback, the request must name loopback as its host: no name that someone points there.
+    - With a token, `/v1/` and `/metrics` require `Authorization: Bearer TOKEN`.
+    - Bound to loopback, a request must name loopback as its host, not another name that resolves to it.
     - A browser's request from another site's page is refused.
-    - The page's uploads are closed, but where the page takes a picture to start from.
-    - A body beyond the limit is refused, by its length if it says one, else when it comes.
+    - The page's uploads are refused unless it takes a picture to start from.
+    - A body beyond the limit is refused: by its Content-Length if it has one, and while it is received.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, uploads: bool = False):
@@ -74,11 +74,11 @@ class Guard:
             raise Refused(403, f"expected a local host name of a server bound to loopback, got {host!r}", code="host")
         if origin is not None and origin.partition("://")[2] != host:
             raise Refused(403, f"expected a page of this server, got one of {origin!r}", code="origin")
-        if path.startswith(UPLOAD) and not self.uploads:  # Gradio's, whether or not a page has a place for files
+        if path.startswith(UPLOAD) and not self.uploads:  # Gradio's, even if the page has no field for files
             raise Refused(404, f"expected no files at {UPLOAD}: the page takes none", code="not_found")
         if self.token is not None and path.startswith(TOKEN_PATHS):
             kind, _, given = headers.get("authorization", "").partition(" ")
-            texts = given, given.encode("latin-1").decode("utf-8", "replace")  # which one a client means is not said
+            texts = given, given.encode("latin-1").decode("utf-8", "replace")  # a client names no encoding
             if kind.lower() != "bearer" or not any(same(self.token, text.strip()) for text in texts):
                 header = "expected the header Authorization: Bearer TOKEN with this server's token"
                 got = "another one" if given else "none"

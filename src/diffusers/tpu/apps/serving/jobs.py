@@ -1,6 +1,6 @@
-"""Jobs and the queue that they wait in: the only thing that the worker's thread and the server's share.
+"""Jobs and their queue, the only state that the worker's thread and the server's share.
 
-A job is `queued`, `in_progress`, then `completed`, `failed` or `cancelled`; finished ones are kept for a while, then gone.
+A job is `queued`, `in_progress`, then `completed`, `failed` or `cancelled`. Finished jobs are kept for a while, then dropped.
 """
 
 import secrets
@@ -39,18 +39,18 @@ class Job:
     state: str = QUEUED
     step: int = 0  # denoising steps that are done, of `steps`
     steps: int = 0
-    cancelling: bool = False  # someone asked to end it; while it runs, it ends after the step
-    held: bool = False  # the request that made it will read its files: they are kept whatever the limits say
+    cancelling: bool = False  # it is to end; if it runs, after the current step
+    held: bool = False  # the request that made it will read its files: they are kept beyond the limits
     files: list[Path] = field(default_factory=list)
     file_bytes: int = 0
-    error: dict | None = None  # `code` and `message` where it failed
+    error: dict | None = None  # `code` and `message` if it failed
     created_at: int = field(default_factory=lambda: int(time.time()))
     completed_at: int | None = None
     queued_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     finished_at: float | None = None
-    watchers: set[Callable[[], None]] = field(default_factory=set)  # called whenever it has changed
-    preview: Callable[[], Image.Image | None] = _nothing  # a picture of it as it is now
+    watchers: set[Callable[[], None]] = field(default_factory=set)  # called after each change
+    preview: Callable[[], Image.Image | None] = _nothing  # a picture of its current state
 
     def __post_init__(self):
         self.id = f"{self.kind}_{secrets.token_hex(12)}"
@@ -83,7 +83,7 @@ class Jobs:
         return len(self._queue)
 
     def submit(self, *jobs: Job):
-        """Queue all of them, or none. Raises Refused (429) where they do not fit, (503) while the server ends."""
+        """Queue all of them, or none. Raises Refused: 429 if the queue has no room, 503 while the server ends."""
         with self._changed:
             if self.closed:
                 raise Refused(503, "expected a server that takes jobs, got one that ends; try another", code="ending")
@@ -97,7 +97,7 @@ class Jobs:
             self._changed.notify_all()
 
     def take(self, most: int) -> list[Job] | None:
-        """The next job and up to `most` - 1 more that one call can make; waits for one. None when closed."""
+        """The next job and up to `most` - 1 more of equal arguments, for one call. Blocks until there is one; None when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self.closed)
             if self.closed:
@@ -112,7 +112,7 @@ class Jobs:
         return jobs
 
     def finish(self, job: Job, state: str, files: list[Path] = (), error: dict | None = None):
-        """The end of a job; of one that someone cancelled meanwhile no files are kept."""
+        """End a job in this state. If it was cancelled meanwhile, its state is cancelled and its files are deleted."""
         with self._changed:
             if job.cancelling:
                 state, error = CANCELLED, None
@@ -130,7 +130,7 @@ class Jobs:
         self.sweep()
 
     def cancel(self, job: Job):
-        """End a job now if it waits, after the current step if it runs."""
+        """End a job: now if it is queued, after the current step if it runs."""
         with self._changed:
             job.cancelling = True
             if waited := job in self._queue:
@@ -139,12 +139,12 @@ class Jobs:
             self.finish(job, CANCELLED)
 
     def ahead(self, job: Job) -> int:
-        """How many jobs wait before this one, which waits too."""
+        """How many jobs are in the queue before this one."""
         with self._changed:
             return self._queue.index(job) if job in self._queue else 0
 
     def end(self, job: Job):
-        """Nobody wants the job any more: one that has finished goes with its files, another one is cancelled."""
+        """Drop a finished job and delete its files; cancel an unfinished one."""
         if not job.finished:
             return self.cancel(job)
         with self._changed:
@@ -153,7 +153,7 @@ class Jobs:
             file.unlink(missing_ok=True)
 
     def sweep(self):
-        """Drop finished jobs that are older, larger together or more than the limits say, the oldest first."""
+        """Drop finished jobs beyond the limits of age, bytes and number, the oldest first."""
         with self._changed:
             finished = [job for job in self._all.values() if job.finished and not job.held]
         finished.sort(key=lambda job: job.finished_at)
@@ -169,12 +169,12 @@ class Jobs:
         return self._all.get(name)
 
     def all(self) -> list[Job]:
-        """The newest first."""
+        """All jobs, the newest first."""
         with self._changed:
             return list(self._all.values())[::-1]
 
     def close(self):
-        """Take no more jobs; those that wait are cancelled, one that runs goes on."""
+        """Take no more jobs. Queued jobs are cancelled; running ones continue."""
         with self._changed:
             self.closed = True
             waiting = list(self._queue)
@@ -186,13 +186,13 @@ class Jobs:
         return [job for job in self.all() if job.state == IN_PROGRESS]
 
     def wait_idle(self, seconds: float) -> bool:
-        """Whether nothing runs, at the latest after so many seconds."""
+        """Wait until no job runs, for at most `seconds`; returns whether none does."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.running(), seconds)
 
 
 class Metrics:
-    """What Prometheus is told of one server and its jobs, by its own library, in a registry of the server's own."""
+    """Prometheus' metrics of one server and its jobs, in a registry of the server's own."""
 
     def __init__(self, jobs: Jobs):
         self.registry = CollectorRegistry()

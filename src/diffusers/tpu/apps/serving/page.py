@@ -1,6 +1,6 @@
 """A page at `/`: prompt and settings, progress with previews, the video or image, and the results of this browser session.
 
-Gradio, mounted into the same application; its jobs wait in the same queue.
+It is made with Gradio and mounted into the same application; its jobs go into the same queue.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when Gradio is imported; a server here calls nobody
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when Gradio is imported; off: nothing is sent out
 
 import gradio  # noqa: E402
 from fastapi import FastAPI  # noqa: E402
@@ -24,14 +24,14 @@ from .requests import Reader, WantedImages, WantedVideo  # noqa: E402
 
 
 FONTS = ["system-ui", "sans-serif"]  # of the browser: none is fetched
-TICK = 1.0  # seconds between two updates of a job that has not changed: the time passed goes on
+TICK = 1.0  # seconds between updates of an unchanged job, whose time passed still changes
 PREVIEW_SECONDS = 2.0  # between two previews
 STYLE = "appearance: auto; width: 100%; accent-color: var(--primary-500)"  # of the progress bar
 RESULTS = 12  # of one browser session
 
 
 def mounted(app: FastAPI, jobs: Jobs, reader: Reader, folder: Path, token: str | None, about: str) -> FastAPI:
-    """The application with the page at `/`; with a token its login wants the token as password, whoever's the name.
+    """The application with the page at `/`. With a token, its login takes any name, and the token as password.
 
     Args:
         about: pipeline and chips, in one line.
@@ -54,7 +54,7 @@ def mounted(app: FastAPI, jobs: Jobs, reader: Reader, folder: Path, token: str |
 
 
 class Page:
-    """What the page shows and does: fields are named as those of the API's requests."""
+    """The page's content and its actions. Fields are named as those of the API's requests."""
 
     def __init__(self, jobs: Jobs, reader: Reader):
         self.jobs, self.reader, self.are_videos = jobs, reader, reader.sizes.are_videos
@@ -97,7 +97,7 @@ class Page:
         return blocks
 
     def _fields(self) -> dict[str, gradio.components.Component]:
-        """The form, in the block that is open: by name what the pipeline takes. An empty field means its default."""
+        """Adds the form to the open block; returns its fields by name. An empty field means the pipeline's default."""
         reader, sizes, made = self.reader, [str(size) for size in self.reader.sizes.served], {}
         most = {"lines": 2, "max_length": self.jobs.limits.prompt_characters}
         made["prompt"] = gradio.Textbox(label="Prompt", elem_id="prompt", **most)
@@ -125,12 +125,12 @@ class Page:
         return made
 
     def _number(self, name: str, label: str, placeholder: str) -> gradio.Textbox:
-        """A text field: Gradio's for numbers has no empty one that stays empty. The request's reader says what is no number."""
+        """A text field, as Gradio's field for numbers cannot stay empty. The request's reader refuses what is no number."""
         shown = {"label": label, "placeholder": placeholder, "elem_id": name}
         return gradio.Textbox(max_lines=1, max_length=20, min_width=120, **shown)
 
     def generate(self, results: list[dict], *values):
-        """A job of these fields; yields what changes on the page until it has finished."""
+        """Submits a job of these fields; yields the changes of the page until it has finished."""
         fields = {name: value for name, value in zip(self.names, values) if value not in (None, "")}
         kind, given = WantedVideo if self.are_videos else WantedImages, dict(fields)
         if "input_reference" in given:
@@ -153,7 +153,7 @@ class Page:
                 yield now
                 with contextlib.suppress(queue.Empty):
                     changed.get(timeout=TICK)
-                    while True:  # several changes are told at once
+                    while True:  # several changes are one update
                         changed.get_nowait()
             now = {self.status: self._words(job), self.bar: hidden, self.preview: hidden}
             if job.state == COMPLETED:
@@ -167,14 +167,14 @@ class Page:
             if job.state == FAILED:
                 raise gradio.Error(job.error["message"], duration=None, print_exception=False)
         finally:
-            self.jobs.cancel(job)  # the page was closed
+            self.jobs.cancel(job)  # for a page that was closed
 
     def cancel(self, name: str | None):
         if (job := self.jobs.get(name or "")) is not None:
             self.jobs.cancel(job)
 
     def again(self, results: list[dict], event: gradio.SelectData):
-        """The fields as they were of the result that was clicked, the result, and its file."""
+        """The fields of the result that was clicked, the result, and its file."""
         one = results[event.index]
         if not Path(one["file"]).exists():
             raise gradio.Error("expected a result that is kept, this one is older: generate it again", duration=None)

@@ -1,11 +1,11 @@
-"""Pictures of jobs that run, from their latents: no model runs for them.
+"""Previews of running jobs, computed from their latents without a model.
 
-The pipeline's callback has the latents `x` on the host after every step. With `sigma` of flow matching before and after the step,
+The pipeline's callback gets the latents `x` on the host after every step. With `sigma` of flow matching before and after the step,
 
     x0 = x + (x - x_before) sigma / (sigma_before - sigma)      the line through two steps, at sigma 0
     colours = [x0, 1] W                                         `W`: least squares on latents and frames of finished calls
 
-Not for packed latents (B N D), and not where the fit explains less than `LEAST_FIT` of the colours' variance.
+There is no preview of packed latents (B N D), or if the fit explains less than `LEAST_FIT` of the colours' variance.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ from PIL import Image
 
 
 LEAST_FIT = 0.4
-FRAMES = 4  # of one video that the fit reads
-KEPT = 0.7  # of the sums of earlier calls, when another one is added
+FRAMES = 4  # of one video, that the fit reads
+KEPT = 0.7  # the factor of the earlier calls' sums when a call is added
 SIDE = 384  # pixels of a preview's longer side
 
 
@@ -33,7 +33,7 @@ class Steps:
         self._steps: list[tuple[torch.Tensor, float]] = []
 
     def add(self, latents: torch.Tensor, scheduler, step: int, steps: int):
-        """After a step, counted from 1. Schedules without flow matching's sigmas have none."""
+        """Add the latents after a step, counted from 1. Schedules without flow matching's sigmas have sigma 0."""
         sigmas = getattr(scheduler, "sigmas", ())
         flow = len(sigmas) == steps + 1 and float(sigmas[0]) <= 1
         self._steps = [*self._steps[-1:], (latents, float(sigmas[step]) if flow else 0.0)]
@@ -51,13 +51,13 @@ class Steps:
 
 
 class Colours:
-    """`W` of one VAE, fitted to what finished calls gave."""
+    """`W` of one VAE, fitted to the outputs of finished calls."""
 
     def __init__(self):
         self._sums, self.weights, self.fit = None, None, 0.0
 
     def learn(self, latents: torch.Tensor | None, value):
-        """Add the last latents of a call, C H W or C F H W, with its image or frames; others are left out."""
+        """Add the last latents of a call, C H W or C F H W, with its image or frames; other latents are ignored."""
         if latents is None or latents.ndim not in (3, 4):
             return
         frames = value if isinstance(value, list) else [value]
@@ -76,7 +76,7 @@ class Colours:
         self.weights = weights
 
     def picture(self, steps: Steps) -> Image.Image | None:
-        """The frame in the middle as the steps have it so far."""
+        """The middle frame of the latest `x0`; None if there is no preview."""
         weights, latents = self.weights, steps.clean()
         if latents is None or weights is None or self.fit < LEAST_FIT or len(latents) + 1 != len(weights):
             return None

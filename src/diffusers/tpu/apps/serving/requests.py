@@ -1,4 +1,4 @@
-"""Bodies of requests, JSON or forms, as jobs; every refusal says what was expected and what came."""
+"""Makes jobs of requests' bodies, JSON or forms. Every refusal says what was expected and what came."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ OF_PIPELINE = {"negative_prompt", "num_inference_steps", "guidance_scale"}
 
 
 class Wanted(BaseModel):
-    """What both endpoints take; the fields after `size` are ours."""
+    """The fields of both endpoints. `negative_prompt` to `seed` are not in OpenAI's."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
     prompt: str = Field(min_length=1)
@@ -54,7 +54,7 @@ class WantedImages(Wanted):
 
 
 class Reader:
-    """Makes jobs of requests for one pipeline; `defaults` are its arguments where a request says nothing else."""
+    """Makes jobs of requests for one pipeline; `defaults`: its arguments unless a request sets them."""
 
     def __init__(self, pipeline_class: type, model: str, defaults: dict, sizes: Sizes):
         self.takes, self.model, self.defaults = parameters_of(pipeline_class), model, defaults
@@ -62,11 +62,11 @@ class Reader:
 
     @property
     def takes_picture(self) -> bool:
-        """Whether a request may have `input_reference`; it must where the pipeline makes videos, or has no default for it."""
+        """Whether a request may have `input_reference`. It must if the pipeline makes videos or has no default for it."""
         return "image" in self.takes
 
     def default(self, name: str):
-        """The value of an argument that a request leaves out; None where only the pipeline knows."""
+        """The value of an argument that a request leaves out: of `defaults`, else the pipeline's own default."""
         return self.defaults.get(name, self.takes[name].default)
 
     def checked(self, fields: dict, kind: type[Wanted]) -> Wanted:
@@ -91,7 +91,7 @@ class Reader:
         return wanted
 
     def jobs(self, wanted: WantedVideo | WantedImages) -> list[Job]:
-        """One of a video, `n` of images, which have seeds that follow each other."""
+        """One job for a video, `n` jobs with consecutive seeds for images."""
         is_video = isinstance(wanted, WantedVideo)
         size = self.sizes.choose(wanted.size, *((wanted.seconds, wanted.num_frames) if is_video else ()))
         arguments = {**self.defaults, **size.arguments()}
@@ -122,7 +122,7 @@ class Reader:
 
 
 async def fields_of(http: HTTPRequest) -> dict:
-    """The body's, JSON or a form. Raises Refused."""
+    """The fields of a body, JSON or a form. Raises Refused."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         try:
@@ -146,7 +146,7 @@ async def fields_of(http: HTTPRequest) -> dict:
 
 
 def refusal(error: dict, kind: type[BaseModel] = Wanted) -> Refused:
-    """Of what pydantic says of one field of a request."""
+    """The refusal of pydantic's error about one field of a request."""
     param, got = str(error["loc"][-1]) if error["loc"] else "body", repr(error["input"])
     got = got if len(got) <= 100 else got[:97] + "..."
     words = f"expected a valid {param} ({error['msg'][:1].lower()}{error['msg'][1:]}), got {got}"

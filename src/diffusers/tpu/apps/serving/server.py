@@ -1,4 +1,4 @@
-"""A server from start to end: everything made, the page mounted, one process, threads that end with it."""
+"""Makes, runs and ends a server: the application with its page, in one process, whose threads end with it."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from .worker import Worker
 
 
 def about(pipe) -> str:
-    """Pipeline and chips, in a line."""
+    """One line about the pipeline and its chips."""
     if (state := getattr(pipe, "_tpu", None)) is None:
         return f"{type(pipe).__name__} without the TPU path"
     devices, degrees = state.mesh.devices.flatten(), " x ".join(f"{name} {n}" for name, n in state.mesh.shape.items())
@@ -30,7 +30,7 @@ def about(pipe) -> str:
 
 
 class Service:
-    """Queue, worker and application around one pipeline; files lie in a folder that goes with it."""
+    """Queue, worker and application of one pipeline, and a temporary folder for its files, which `end` removes."""
 
     def __init__(self, pipe, settings: Settings):
         self.settings = settings
@@ -57,7 +57,7 @@ class Service:
         self.worker.start()
 
     def end(self, grace: float = 0.0):
-        """Cancel what waits at once and what runs after `grace` seconds; return when the worker's thread has ended."""
+        """Cancel queued jobs at once and running ones after `grace` seconds; return when the worker's thread has ended."""
         self.jobs.close()
         if not self.jobs.wait_idle(grace):
             for job in self.jobs.running():
@@ -68,7 +68,7 @@ class Service:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends jobs before connections, as these may wait for jobs; `told` hears the address."""
+    """uvicorn's server, which ends jobs before connections, as these may wait for jobs. `told` is called with the address."""
 
     def __init__(self, config: uvicorn.Config, service: Service, told):
         super().__init__(config)
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig, frame):
-        """The second signal ends the running job's time to finish."""
+        """The second signal cancels the running jobs without waiting for `grace`."""
         if self.should_exit:
             for job in self.service.jobs.all():
                 job.cancelling = True
@@ -95,7 +95,7 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with this address, which takes nothing yet. Raises ValueError where that is not free."""
+    """A socket bound to this address, which does not listen yet. Raises ValueError if the address is not free."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -107,7 +107,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(pipe, settings: Settings, bound: socket.socket, told) -> None:
-    """Serve until SIGTERM or SIGINT, then return; no thread of ours is left."""
+    """Serve until SIGTERM or SIGINT, then return; no thread of the server is left."""
     service = Service(pipe, settings)
     config = uvicorn.Config(
         service.app,
@@ -120,7 +120,7 @@ def run(pipe, settings: Settings, bound: socket.socket, told) -> None:
     )
     with contextlib.ExitStack() as stack:
         stack.callback(service.end)
-        for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn takes them, they end the start
+        for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn handles them, they end the start
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: sys.exit(0)))
         service.start()
         Server(config, service, told).run(sockets=[bound])

@@ -16,14 +16,14 @@ FORM = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", re.ASCII
 class Limits:
     """Counts, bytes and seconds; each is at least 1."""
 
-    queue: int = 64  # jobs that wait; one more is refused with 429
+    queue: int = 64  # queued jobs; one more is refused with 429
     prompt_characters: int = 4000  # of prompt and negative prompt each
     body_bytes: int = 16 * 2**20  # of one request
     images: int = 4  # of one request (`n`)
     steps: int = 200  # denoising steps of one job
-    side: int = 4096  # of one output in pixels, and its frames, where any size is taken
+    side: int = 4096  # of one output in pixels, and its frames, with `any_size`
     frames: int = 1000
-    kept_seconds: int = 3600  # finished jobs and their files beyond these go, the oldest first
+    kept_seconds: int = 3600  # finished jobs and their files beyond these are dropped, the oldest first
     kept_bytes: int = 4 * 2**30
     kept_jobs: int = 1000
     connections: int = 512  # open at once; one more gets 503
@@ -47,16 +47,16 @@ class Size:
 
     @property
     def pixels(self) -> str:
-        """As OpenAI's `size`."""
+        """In the form of OpenAI's `size`."""
         return f"{self.width}x{self.height}"
 
     def arguments(self) -> dict:
-        """Of a pipeline's `__call__`."""
+        """The arguments of a pipeline's `__call__`."""
         return {"height": self.height, "width": self.width, **({"num_frames": self.frames} if self.frames else {})}
 
 
 def parse(text: str, frames: int | None) -> Size:
-    """A size; of a video `frames` where the text names none. Raises ValueError."""
+    """The size that a text names. `frames`: a video's if the text names none; None for images. Raises ValueError."""
     found = FORM.fullmatch(text.strip())
     if found is None or (found[3] and frames is None):
         form = "WIDTHxHEIGHT" if frames is None else "WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES"
@@ -65,13 +65,13 @@ def parse(text: str, frames: int | None) -> Size:
 
 
 def default_frames(pipeline_class: type) -> int | None:
-    """Frames of a video where nobody says; None of a pipeline of images."""
+    """A pipeline's default number of frames; None for a pipeline of images."""
     parameter = parameters_of(pipeline_class).get("num_frames")
     return None if parameter is None else parameter.default
 
 
 def default_size(pipe) -> Size:
-    """What the pipeline makes where nobody says. Raises ValueError where it does not tell."""
+    """The pipeline's default size. Raises ValueError if it declares none."""
     takes = parameters_of(type(pipe))
     sides = [takes[name].default if name in takes else None for name in ("width", "height")]
     if not all(isinstance(side, int) for side in sides):
@@ -84,7 +84,7 @@ def default_size(pipe) -> Size:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that are served, the default one first; `any_size`: others too, each compiled when it first comes."""
+    """The sizes that are served, the default one first. `any_size`: others too, each compiled at its first request."""
 
     served: tuple[Size, ...]
     any_size: bool
@@ -118,7 +118,7 @@ class Sizes:
         return wanted
 
     def _frames(self, size: Size, seconds: float) -> int:
-        """Of the served video of these pixels that is nearest, within half a second; else of the seconds alone."""
+        """The frames for `seconds`: those of the nearest served video of these pixels within half a second, else by `fps`."""
         away = {s.frames: abs(s.frames / self.fps - seconds) for s in self.served if s.pixels == size.pixels}
         nearest = min(away, key=away.get, default=None)
         return nearest if nearest and away[nearest] <= 0.5 else max(1, round(seconds * self.fps))
@@ -136,10 +136,10 @@ def is_loopback(host: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is started with."""
+    """The settings of a server."""
 
     model: str  # the name that clients use
-    defaults: dict  # arguments of the pipeline where a request says nothing else
+    defaults: dict  # arguments of the pipeline unless a request sets them
     sizes: tuple[Size, ...] = ()  # compiled before the first request; none: the pipeline's default
     any_size: bool = False
     max_batch: int = 1
@@ -147,7 +147,7 @@ class Settings:
     grace: float = 30.0  # seconds that a running job has to finish when the server ends, before it is cancelled
     host: str = "127.0.0.1"
     port: int = 8000
-    token: str | None = None  # what clients show; needed where `host` is not loopback
+    token: str | None = None  # that clients must send; required unless `host` is loopback
     page: bool = True
     limits: Limits = Limits()
 

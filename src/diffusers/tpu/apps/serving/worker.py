@@ -1,4 +1,4 @@
-"""The one thread that runs the pipeline: jobs that are alike in one call, each with its own noise."""
+"""The one thread that runs the pipeline: jobs of equal arguments in one call, each with its own noise."""
 
 import functools
 import logging
@@ -21,13 +21,13 @@ WARM_STEPS = 4
 
 
 class Stopped(Exception):
-    """Nobody wants what a call makes any more."""
+    """All jobs of a call are cancelled."""
 
 
 class Worker(threading.Thread):
     """Runs jobs until the queue is closed; their files are written to `folder`.
 
-    Calls are of one job or of `max_batch`, filled up, so that two programs a size do.
+    A call has one job, or `max_batch` prompts with padding, so that each size needs only two programs.
     """
 
     def __init__(self, pipe, jobs: Jobs, folder: Path, settings: Settings):
@@ -37,7 +37,7 @@ class Worker(threading.Thread):
         self.colours = Colours()
 
     def warm_up(self, size: Size):
-        """Compile what jobs of this size need, in the calling thread, before the first one comes."""
+        """Compile what jobs of this size need, in the calling thread, before the first job."""
         arguments = {**self.settings.defaults, **size.arguments()}
         takes = parameters_of(type(self.pipe))
         if "num_inference_steps" in takes:
@@ -55,13 +55,13 @@ class Worker(threading.Thread):
             self._answer(jobs)
 
     def _see(self, seen: list[Steps], step: int, steps: int, tensors: dict):
-        """Keep the latents of a step for previews, which the threads that ask for them make."""
+        """Keep the latents of a step for previews, which are computed in the threads that request them."""
         if (latents := tensors.get("latents")) is not None and len(latents) >= len(seen):
             for place, its in enumerate(seen):
                 its.add(latents[place], getattr(self.pipe, "scheduler", None), step, steps)
 
     def _answer(self, jobs: list[Job]):
-        """Every one of them is finished afterwards, whatever happens. Jobs of a call that fails are run one by one."""
+        """Run jobs in one call, or one by one if it fails. Every job is finished afterwards, whatever happens."""
 
         seen = [Steps() for _ in jobs]
 
@@ -85,7 +85,7 @@ class Worker(threading.Thread):
         except Stopped:
             pass
         except Exception as error:
-            if len(jobs) > 1:  # one of them may be to blame
+            if len(jobs) > 1:  # one of them may be the cause
                 for job in (job for job in jobs if not job.finished):
                     self._answer([job])
             else:

@@ -1,4 +1,4 @@
-"""The file between two stages: safetensors, every tensor in its own dtype, every setting as JSON in the metadata."""
+"""The file between two stages: safetensors with every tensor in its own dtype and the settings as JSON in the metadata."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ MODES = ("L", "RGB", "RGBA")  # of pictures: those whose values are bytes
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of, and how far it got; each as JSON in the file."""
+    """The settings of a run and its last stage, stored as JSON in the file."""
 
     stage: str  # that wrote the file
     model: str  # as the user called it
@@ -36,13 +36,13 @@ class Settings:
     seed: int
     call: dict  # arguments of `__call__` that were given, packed
     vae_dtype: str | None = None  # of the VAE that encoded pixels
-    ran: dict = field(default_factory=dict)  # by stage, in words, where it ran
+    ran: dict = field(default_factory=dict)  # by stage, where it ran, as text
     package: str = __version__
     format: int = FORMAT
 
 
 def save(path, settings: Settings, tensors: dict[str, torch.Tensor]):
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     described = {name: _description(tensor) for name, tensor in tensors.items()}
     metadata = {METADATA: json.dumps({**asdict(settings), "tensors": described})}
@@ -52,7 +52,7 @@ def save(path, settings: Settings, tensors: dict[str, torch.Tensor]):
 def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
     """Settings and tensors of the file that `stage` wrote.
 
-    Raises ValueError: no such file, cut off, not a stage's, of another stage, format or package, or changed since.
+    Raises ValueError: no such file, truncated, not a stage's, of another stage, format or package, or changed since.
     """
     again = f"run the stage {stage} again"
     try:
@@ -85,7 +85,7 @@ def _description(tensor: torch.Tensor) -> list:
 def pack(name: str, value, tensors: dict[str, torch.Tensor]):
     """An argument as JSON; pictures and arrays go to `tensors` under names made of `name`, with their digest in the JSON.
 
-    Raises TypeError for what no file can hold.
+    Raises TypeError for a value that a file cannot hold.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -108,7 +108,7 @@ def pack(name: str, value, tensors: dict[str, torch.Tensor]):
 
 
 def unpack(packed, tensors: dict[str, torch.Tensor]):
-    """The argument that `pack` took apart."""
+    """The argument that was given to `pack`."""
     if isinstance(packed, list):
         return [unpack(part, tensors) for part in packed]
     if not isinstance(packed, dict):

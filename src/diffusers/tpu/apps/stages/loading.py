@@ -1,4 +1,4 @@
-"""The pipeline of one stage: its own components with their weights, of the others the configuration."""
+"""Loads the pipeline of one stage: its own components with their weights, the others as configurations."""
 
 import hashlib
 import inspect
@@ -17,7 +17,7 @@ from ....pipelines.pipeline_utils import DiffusionPipeline
 STAGES = ("text", "denoise", "decode")
 _TWO = ("prompt_embeds", "negative_prompt_embeds")
 _HUNYUAN_15 = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
-STAGED = {  # pipelines whose run can be cut in three: what one call of their `encode_prompt` answers
+STAGED = {  # pipelines that can run in three stages -> names of what one call of their `encode_prompt` returns
     **dict.fromkeys(("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline", "WanVACEPipeline"), _TWO),
     **dict.fromkeys(("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"), _TWO),
     "HunyuanVideo15Pipeline": _HUNYUAN_15,
@@ -27,11 +27,11 @@ DENOISERS = ("transformer", "transformer_2")
 ENCODERS = (
     "tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "image_processor", "feature_extractor", "image_encoder",
 )  # fmt: skip
-LOOP = ("scheduler", "guider")  # what the loop asks before its first step, and at each
+LOOP = ("scheduler", "guider")  # used by the loop before its first step and at each
 PIXELS = {"image", "video"}  # arguments that the VAE encodes before the first step
 CONFIGURED = (*LOOP, "vae", "text_encoder", "text_encoder_2", "image_encoder", *DENOISERS)
 CONFIG_NAMES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}  # of others config.json
-VERSIONS = ("_diffusers_version", "_name_or_path", "transformers_version")  # in configurations, and no part of a model
+VERSIONS = ("_diffusers_version", "_name_or_path", "transformers_version")  # in configurations, not part of a model
 
 
 def components_of(cls: type, stage: str) -> set[str]:
@@ -44,10 +44,10 @@ def components_of(cls: type, stage: str) -> set[str]:
 
 
 def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: torch.dtype | None = None):
-    """The pipeline of `model` with what `stage` needs; in place of what its `__call__` merely asks about, an `Absent`.
+    """The pipeline of `model` with the components of `stage`. Models that its `__call__` only inspects are `Absent`.
 
-    `vae_dtype`: of the VAE that encoded pixels, where it is not loaded. Raises NotImplementedError for a pipeline whose run
-    cannot be cut in three.
+    `vae_dtype`: of the VAE that encoded pixels, if it is not loaded. Raises NotImplementedError for a pipeline that cannot run
+    in stages.
     """
     index = DiffusionPipeline.load_config(model)
     name, there = index["_class_name"], _components(index)
@@ -61,7 +61,7 @@ def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: to
     asked = {"vae", *DENOISERS} & there.keys() - needed if stage != "decode" else ()
     absent = {n: Absent(model, n, getattr(diffusers, there[n]), vae_dtype or dtype or torch.float32) for n in asked}
     left_out = {name: absent[name].empty if name in absent else None for name in there if name not in needed}
-    # By its own class: DiffusionPipeline's would load optional components in spite of None.
+    # The class's own from_pretrained: DiffusionPipeline's would load optional components in spite of None.
     pipe = cls.from_pretrained(model, **given, **left_out)
     if tpu.is_active():
         tpu.uninstall(pipe)
@@ -88,21 +88,21 @@ def fingerprint(model: str) -> str:
 
 
 def _components(index: dict) -> dict[str, str]:
-    """Class by name of the components that `model_index.json` says are there."""
+    """Component -> class name, of those that `model_index.json` lists with a class."""
     return {name: entry[1] for name, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0]}
 
 
 class Reached(Exception):
-    """The run has come to a component of a later stage; `value` is what it was to be called with."""
+    """Raised when the run calls a component of a later stage. `value`: the latents for `vae.decode`, else None."""
 
     def __init__(self, value=None):
         self.value = value
 
 
 class Absent:
-    """A model of another stage: its configuration and what its class makes of it, without weights. Calling it is the cut.
+    """A model of another stage, without weights. Its attributes are those of `empty`, the model on meta tensors.
 
-    It is no module on purpose: neither upstream nor the TPU path shall move it. `empty` is one, of meta tensors.
+    A call raises `Reached`. It is deliberately no module, so that neither upstream nor the TPU path moves it.
     """
 
     def __init__(self, model: str, name: str, cls: type, dtype: torch.dtype):
@@ -115,7 +115,7 @@ class Absent:
         return self.pipe._execution_device
 
     def modules(self):
-        """None: upstream asks them for hooks."""
+        """No modules; upstream searches them for hooks."""
         return iter(())
 
     def __getattr__(self, name: str):

@@ -1,4 +1,4 @@
-"""The three stages on a loaded pipeline: upstream's `__call__` up to its cut, components of earlier stages answering from a file."""
+"""Runs a stage on a loaded pipeline: upstream's `__call__` up to the stage's end, with earlier stages' results from a file."""
 
 import itertools
 
@@ -12,12 +12,12 @@ from .loading import STAGED, Reached
 
 
 IMAGE = "image_embeds"
-ENCODED = "encoded"  # and a number: what the VAE's encoder answered, call by call
+ENCODED = "encoded"  # and a number: the result of each call of the VAE's encoder
 LATENTS = "latents"  # what `vae.decode` takes
 
 
 def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
-    """What the encoders of this call answer, on the host: embeddings [B, T, C], masks [B, T], encoded pixels [B, 2C, F, H, W]."""
+    """The outputs of this call's encoders, on the host: embeddings [B, T, C], masks [B, T], encoded pixels [B, 2C, F, H, W]."""
     kept: dict[str, torch.Tensor] = {}
 
     def watched(owner, method: str, tensors_of):
@@ -43,11 +43,11 @@ def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
 
 
 def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What this call would give `vae.decode`, [B, C, F, H, W] in the VAE's dtype, on the host.
+    """The latents that this call would pass to `vae.decode`, [B, C, F, H, W] in the VAE's dtype, on the host.
 
-    `kept` is what `run_text` returned for the same call and seed; `call` may have callbacks besides.
+    `kept`: what `run_text` returned for the same call and seed; `call` may have callbacks in addition.
 
-    Raises ValueError where guidance asks for a prompt that `run_text` did not encode.
+    Raises ValueError if guidance needs a prompt that `run_text` did not encode.
     """
 
     def from_file(owner, method: str, answer_of):
@@ -78,7 +78,7 @@ def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> t
 
 
 def run_decode(pipe, latents: torch.Tensor, output_type: str = "np"):
-    """The frames of these latents as the pipeline gives them: "np" [B, F, H, W, C] in [0, 1], "pil" lists of pictures.
+    """The frames of these latents as the pipeline returns them: "np" [B, F, H, W, C] in [0, 1], "pil" lists of pictures.
 
     Raises ValueError for latents of another VAE.
     """
@@ -102,14 +102,14 @@ def _decoded(pipe, latents: torch.Tensor, output_type: str):
 
 
 def _names(pipe, method: str, number: int) -> list[str]:
-    """Names of the tensors of a method's call; of `encode_prompt` 0 is for both prompts or the first, 1 for the other."""
+    """Names of the tensors of a method's call. Of `encode_prompt`, call 0 is for both prompts or the first, 1 for the other."""
     if method == "encode_prompt":
         return [f"{name}.{number}" if number else name for name in STAGED[type(pipe).__name__]]
     return [IMAGE] if method == "encode_image" else [f"{ENCODED}.{number}"]
 
 
 def _until_cut(pipe, call: dict, seed: int):
-    """Run the call; the value that it was cut with. Raises ValueError for one that ends before."""
+    """Run the call until it raises `Reached`, and return its value. Raises ValueError if it ends without."""
     try:
         pipe(**call, generator=torch.Generator().manual_seed(seed), output_type="np")
     except Reached as cut:
@@ -118,7 +118,7 @@ def _until_cut(pipe, call: dict, seed: int):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of any device as a tensor of the host, to the last bit."""
+    """Copies a tensor of any device to the host, bit for bit."""
     if not hasattr(tensor, "jax"):
         return tensor.detach().cpu()
     from ... import bridge

@@ -1,8 +1,8 @@
 # ruff: noqa: F401
-"""Several processes that make one run, a process for each host: JAX's own runtime brings them together (`jax.distributed`).
+"""Runs of several processes, one per host, which `jax.distributed` connects.
 
-Every process runs the same script on the same arguments; what each does of a call JAX knows by the mesh. Importing this room
-imports no JAX, and a run of one process does nothing here.
+Every process runs the same script with the same arguments; the mesh determines each one's share of a call. Importing this package
+does not import JAX, and a run of one process does nothing here.
 """
 
 from .agreement import agree, alike, of_first, same

@@ -1,7 +1,7 @@
-"""What all processes of a run have alike: compared through the key-value store of JAX's runtime, or told by the first one.
+"""Values that are equal in all processes of a run: compared through the key-value store of JAX's runtime, or set by the first one.
 
-Each exchange has a number, the same in all processes, as they run the same script. The first one gathers what all say and tells
-them; it waits for those that are slower, not for the dead (`watch`).
+Each exchange has a number, the same in all processes, as they run the same script. The first process gathers the values of all and
+distributes them. It waits for slow processes, but not for dead ones (`watch`).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from . import watch
 
 
 PREFIX = "diffusers_tpu"
-ONE_WAIT = 5.0  # seconds, after which is looked whether who is waited for is still there
+ONE_WAIT = 5.0  # seconds between checks that the other process is still there
 WORTH_A_WORD = 60.0
 
 _client = None
@@ -27,7 +27,7 @@ _names: tuple[str, ...] = ()
 
 
 def start(client, number: int, count: int, own: str | None = None) -> tuple[str, ...]:
-    """Exchanges go through JAX's client from here on; the name of every process, by its number. `own`: this one's."""
+    """Exchanges go through JAX's client from here on. Returns the names of all processes by number; `own`: this one's."""
     global _client, _number, _count, _exchanges, _names
     _client, _number, _count, _exchanges = client, number, count, 0
     _names = () if own is None else tuple(_exchanged("its name", own))
@@ -35,13 +35,13 @@ def start(client, number: int, count: int, own: str | None = None) -> tuple[str,
 
 
 def of_first(value: str) -> str:
-    """What the first process says, in every process; `value` itself where this one is alone."""
+    """The `value` of the first process, in every process; without other processes `value` itself."""
     return value if _client is None else _exchanged("a value", value if _number == 0 else "")[0]
 
 
 def agree(what: str, parts: Mapping[str, str]):
-    """Compare digests of what all processes are to have alike, by name; nothing where this one is alone. `what`: what every process has
-    come to, such as a call of a pipeline. Raises RuntimeError, in all of them: who has what otherwise."""
+    """Compares named digests of what must be equal in all processes; does nothing without others. `what`: what every process has
+    reached, such as a call of a pipeline. Raises RuntimeError in all of them, with the process and the names that differ."""
     if _client is None:
         return
     said = [json.loads(text) for text in _exchanged(what, json.dumps([what, dict(parts)]))]
@@ -59,19 +59,19 @@ def agree(what: str, parts: Mapping[str, str]):
 
 
 def same(what: str, own: str) -> bool:
-    """Whether all processes say the same of what they have come to; true where this one is alone."""
+    """Whether all processes have reached `what` with the same `own`; True without other processes."""
     return _client is None or len(set(_exchanged(what, json.dumps([what, {"": own}])))) == 1
 
 
 def alike(what: str, arguments: Mapping[str, object]):
-    """Before a call: its arguments are alike in all processes, and what it draws will be. Nothing where this one is alone."""
+    """Before a call, if there are other processes: checks that arguments are equal (raises as `agree`), equalises random states."""
     if _client is not None:
         agree(what, {name: digest(value) for name, value in arguments.items()})
         same_draws()
 
 
 def same_draws():
-    """The random states of torch, numpy and Python are the first process's from here on."""
+    """Sets the random states of torch, numpy and Python to those of the first process."""
     mine = [torch.get_rng_state(), np.random.get_state(), random.getstate()]
     state, of_numpy, of_python = json.loads(of_first(json.dumps(mine, default=lambda values: values.tolist())))
     torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
@@ -80,7 +80,7 @@ def same_draws():
 
 
 def digest(tree) -> str:
-    """Of the values of host tensors, arrays, pictures and plain values, and of where generators are; of the rest, what it is."""
+    """A digest of host tensors, arrays, pictures and plain values, and generators' states; of other leaves only the class."""
     total = hashlib.sha256()
     for leaf in tree_leaves(tree):
         total.update(_bytes(leaf))
@@ -104,7 +104,7 @@ def _bytes(leaf) -> bytes:
 
 
 def _exchanged(what: str, own: str) -> list[str]:
-    """What every process says: the first one gathers it, and tells all."""
+    """The values of all processes: the first one gathers and distributes them."""
     global _exchanges
     _exchanges += 1
     here = f"{PREFIX}/{_exchanges}"
@@ -113,7 +113,7 @@ def _exchanged(what: str, own: str) -> list[str]:
         return json.loads(_waited_for(f"{here}/all", 0, what))
     said = [own, *(_waited_for(f"{here}/{number}", number, what) for number in range(1, _count))]
     _client.key_value_set(f"{here}/all", json.dumps(said))
-    _client.key_value_delete(f"{PREFIX}/{_exchanges - 1}/")  # who said something now has read it
+    _client.key_value_delete(f"{PREFIX}/{_exchanges - 1}/")  # processes that have sent a value now have read it
     return said
 
 

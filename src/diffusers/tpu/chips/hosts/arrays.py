@@ -1,4 +1,4 @@
-"""Values of the host onto meshes whose chips are not all this process's, and arrays of such meshes back."""
+"""Moves host values to meshes with chips of several processes, and arrays of such meshes back."""
 
 import functools
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def put(values, sharding):
-    """The array of these values, numpy's or JAX's, which every process has; JAX's `device_put` would compare them first."""
+    """An array of these numpy or JAX values, which every process has; JAX's `device_put` would compare them first."""
     import jax
 
     is_placed = isinstance(values, jax.Array) and not isinstance(values, jax.core.Tracer)
     if is_placed and values.sharding == sharding:
-        return values  # `device_put` finds it out in 0.1 ms
+        return values  # `device_put` takes 0.1 ms to find this out
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
     if is_placed and not values.is_fully_addressable:
@@ -25,7 +25,7 @@ def put(values, sharding):
 
 
 def whole(array):
-    """The array so that this process has all of its values. Others must ask for it too, where chips of theirs have some."""
+    """The array with all values in this process. If chips of other processes hold some, those must call this as well."""
     import jax
 
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):

@@ -1,7 +1,7 @@
-"""Which processes make this run, and joining them: `jax.distributed.initialize`, once, before JAX's first device is asked for.
+"""Finds the processes of this run and joins them: `jax.distributed.initialize`, once, before JAX's devices are used.
 
-Who they are is said by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or found by JAX in the cluster that a TPU
-host is in (TPU VM, GKE, Slurm, Open MPI, Kubernetes). JAX_NUM_PROCESSES=1: this process is alone, whatever the cluster says.
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name them, or JAX finds them in the cluster of a TPU host (TPU VM,
+GKE, Slurm, Open MPI, Kubernetes). With JAX_NUM_PROCESSES=1 this process is alone, whatever the cluster says.
 """
 
 import functools
@@ -18,34 +18,34 @@ from ...common.config import Processes, read_processes
 from . import agreement, watch
 
 
-# Seconds. JAX's runtime takes a process for dead after HEARTBEAT without a sign of life; a host may stand still for PAUSE while it is
-# moved, the longest that Google announces for maintenance.
+# Seconds. JAX's runtime considers a process dead after HEARTBEAT without a heartbeat; a host may pause for PAUSE while it is
+# migrated, the longest that Google announces for maintenance.
 PAUSE = 60
 HEARTBEAT = 90
-# From the first process that has come to its end until the last: a script may write its results on one of them meanwhile.
+# Between the ends of the first and the last process: a script may still write its results on one of them.
 LEAVING = 300
 WORTH_A_WORD = 10.0  # of waiting for the others to join
 ASKING = 15.0  # for the metadata server: JAX would ask six times for a minute each
 
 
 class Run(NamedTuple):
-    """A run of several processes that this one is a part of: its `number`, the `names` of all, "process 1 of 2 (HOST, pid 7)"."""
+    """The run of several processes to which this one belongs: its `number`, the `names` of all, "process 1 of 2 (HOST, pid 7)"."""
 
     number: int
     names: tuple[str, ...]
 
 
 _joined: Run | None = None
-_alone: set[str] = set()  # platforms of which it is known that this process is alone
+_alone: set[str] = set()  # platforms on which this process is known to be alone
 
 
 def process_count() -> int:
-    """How many processes make this run, as far as it was joined."""
+    """The number of processes of this run; 1 before they are joined."""
     return 1 if _joined is None else len(_joined.names)
 
 
 def number(platform: str) -> int:
-    """This process's number in its run, before it has joined too: 0 is the one that writes results."""
+    """This process's number in its run, also before it has joined; number 0 writes results."""
     if _joined is not None:
         return _joined.number
     found = find(platform)
@@ -55,7 +55,7 @@ def number(platform: str) -> int:
 def find(platform: str) -> Processes | None:
     """The processes of the run that this one belongs to; None: it is alone.
 
-    Raises ValueError for variables that do not say enough. On simulated chips ("cpu") they alone say it.
+    Raises ValueError for incomplete variables. On simulated chips ("cpu") only the variables count.
     """
     given = read_processes()
     if given.count == 1:
@@ -69,7 +69,7 @@ def find(platform: str) -> Processes | None:
 
 @functools.cache
 def _of_cluster(number: int | None) -> Processes | None:
-    """What JAX finds out where it runs, in its order (JAX 0.10.2, `jax/_src/clusters`); asked once. `number`: as it was given."""
+    """What JAX's cluster detection finds, in JAX's order (JAX 0.10.2, `jax/_src/clusters`); cached. `number`: if it was given."""
     from jax._src.clusters import ClusterEnv
 
     count = "several"
@@ -96,7 +96,7 @@ def _of_cluster(number: int | None) -> Processes | None:
 
 
 def _in_time(ask: Callable):
-    """What this returns. Raises TimeoutError after `ASKING`; the question goes on in a thread that nobody waits for."""
+    """The result of `ask()`. Raises TimeoutError after `ASKING`; the call then continues in a daemon thread."""
     answer = Future()
 
     def run():
@@ -114,11 +114,11 @@ def _in_time(ask: Callable):
 
 
 def join(platform: str):
-    """Join the other processes of this run, if there are any; the first call does it.
+    """Joins the other processes of this run, if there are any; later calls do nothing.
 
     Raises:
-        ValueError: the variables do not say enough.
-        RuntimeError: JAX runs already, without the others.
+        ValueError: the variables are incomplete.
+        RuntimeError: JAX has already started without the others, or they cannot be reached.
     """
     global _joined
     if _joined is not None or platform in _alone:
@@ -145,7 +145,7 @@ def _initialize(platform: str, found: Processes):
 
     if platform == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It turns SIGTERM into a notice that nobody here reads: a process that is asked to end would go on.
+    # It turns SIGTERM into a notice that nothing here reads: SIGTERM would not end the process.
     jax.config.update("jax_enable_preemption_service", False)
     given = read_processes()
 

@@ -1,8 +1,8 @@
-"""When one process of a run ends, the others end at once and print which one it was and its error.
+"""If one process of a run fails, the others exit at once and print which one it was and its error.
 
 Inside a program chips wait for each other, and no exception reaches the process. JAX's runtime ends it when another process's
 heartbeats stop, 90 s later, and names a number only. So each process has a connection to the first one, which the operating system
-closes when the process ends. Over it go [number, None] before a script ends, and [number, error] of a process that fails.
+closes when the process ends. Over it a process sends [number, None] before its script ends, or [number, error] if it fails.
 """
 
 import atexit
@@ -21,22 +21,22 @@ from multiprocessing.connection import Connection, wait
 
 IDLE = 60  # seconds, after which a probe keeps firewalls from dropping the connection
 FIRST_WORD = 30.0  # seconds that a process has for connecting
-HEARD = 1.0  # seconds for the others to read the news before the first one ends, and JAX's runtime with it
-FROM_OTHERS = 2.0  # seconds for the news that another process's end is the reason of an error
-LONGEST = 2000  # letters of an error
+HEARD = 1.0  # seconds for the others to read the message before the first one, and JAX's runtime with it, exits
+FROM_OTHERS = 2.0  # seconds to wait for a message that another process's failure caused an error
+LONGEST = 2000  # most characters of an error
 
 
 _run = None
 _connections: dict[Connection, int] = {}  # the first process's to all others, theirs to the first
-_left: set[int] = set()  # numbers of the processes whose scripts have come to their end
-_ending = False  # in an error of its own, which the others know
+_left: set[int] = set()  # numbers of the processes whose scripts have ended
+_ending = False  # by an error of its own, which the others have been sent
 _sending = threading.Lock()
 
 
 def start(run, coordinator: str, of_first: Callable[[str], str]):
-    """Connect with the others, and tell them from here on how this process ends. `of_first`: what the first process gives.
+    """Connects to the others, which are then told how this process ends. `of_first`: `agreement.of_first`.
 
-    Raises RuntimeError where the processes do not reach each other.
+    Raises RuntimeError if the processes do not reach each other.
     """
     global _run
     try:
@@ -50,7 +50,7 @@ def start(run, coordinator: str, of_first: Callable[[str], str]):
     threading.Thread(target=_listen, name="diffusers-tpu watches processes", daemon=True).start()
 
     def told(kind, error, trace):
-        time.sleep(FROM_OTHERS)  # another's end may be the reason: then that is said, not this
+        time.sleep(FROM_OTHERS)  # another's failure may be the cause: then that is reported instead
         former(kind, error, trace)
         failed("".join(traceback.format_exception_only(kind, error)).strip())
 
@@ -59,7 +59,7 @@ def start(run, coordinator: str, of_first: Callable[[str], str]):
 
 
 def failed(text: str, status: int = 1):
-    """This process ends now, in an error: the others end too, and say this text. Nothing where it is alone."""
+    """Exits with an error: the other processes exit too and print this text. Does nothing without others."""
     global _ending
     if _run is not None and _run.number not in _left:
         _ending = True
@@ -68,7 +68,7 @@ def failed(text: str, status: int = 1):
 
 
 def still_there(number: int, what: str):
-    """Raises RuntimeError where the process has come to the end of its script, and will not come to `what`."""
+    """Raises RuntimeError if the script of process `number` has ended, so that it will not reach `what`."""
     if number in _left:
         raise RuntimeError(
             f"expected all processes to come to {what}, got the end of the script in {_run.names[number]}. Every process runs the"
@@ -83,11 +83,11 @@ def _leave():
 
 
 def _tell(number: int, error: str | None, but: int | None = None):
-    """Send how a process ends over every connection."""
+    """Sends how a process ends over every connection, except that to `but`."""
     with _sending:
         for connection, receiver in [*_connections.items()]:
             if receiver != but:
-                with contextlib.suppress(OSError):  # it is gone: who listens to it knows
+                with contextlib.suppress(OSError):  # it is closed, which `_listen` notices
                     connection.send_bytes(json.dumps([number, error]).encode())
 
 
@@ -115,7 +115,7 @@ def _listen():
 
 
 def _exit(status: int):
-    """JAX's runtime would wait for the others, and the main thread may be inside of a program that does so for good."""
+    """Exits at once: JAX's runtime would wait for the others, and the main thread may be in a program that waits forever."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -125,7 +125,7 @@ def _exit(status: int):
 
 
 def _accepted(run, of_first) -> dict[Connection, int]:
-    """The first process's: one from each of the others, who know a word that strangers do not."""
+    """The first process's connections, one from each of the others, which authenticate by a secret word."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     word, connections = secrets.token_hex(16), {}

@@ -1,7 +1,7 @@
-"""What a trace of a module reads beside the call's arguments: part of the cache key, compared before each call, restored after a trace.
+"""What a trace of a module reads beside the call's arguments: part of the cache key, compared before each call, restored after it.
 
-Attributes, hooks, processors, classes and what the user's code names are in `State.key`; scales of LoRA layers are arguments
-(`State.numbers`). What Python cannot read is in `State.unread`, what a trace changes for good in `Trace.persistent`: no program then.
+`State.key` has attributes, hooks, processors, classes and what the user's code names; LoRA scales are arguments (`State.numbers`).
+No program is made of what Python cannot read (`State.unread`) or a trace changes for good (`Trace.persistent`).
 """
 
 from .arguments import Arguments, InputRef, OutputRef, Written, is_data, opened, write_back

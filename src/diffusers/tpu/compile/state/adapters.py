@@ -1,9 +1,9 @@
-"""LoRA layers as programs see them: the base layer, and a term for each adapter that is active, by its place among them.
+"""LoRA layers as programs see them: the base layer, and a term for each active adapter, numbered by its place.
 
     W x + b + sum_i scale_i B_i A_i x
 
-A layer that adds nothing is its base layer. Blocks that one trace stands for need not have the same adapters: where one of them lacks a
-term, its A and B are zeros there, and zeros fill up a lower rank; the sum is the same to the last bit. Layers are peft's.
+A layer without active adapters is its base layer. Blocks with one trace need not have the same adapters: where a block lacks a
+term, its A and B are zeros there, and zeros fill up a lower rank. The sum is the same to the last bit. Layers are peft's.
 """
 
 import inspect
@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 
-# Of a layer and of what its terms are made of: which term there is says the program's name for it, how large it is its shape.
+# Attributes of a layer and its terms that are no part of a key: the terms' names say which there are, their shapes how large.
 BOOKKEEPING = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "r", "lora_alpha", "_caches"})
 SIZES = frozenset({"in_features", "out_features", "in_channels", "out_channels"})
 _BASE = "base_layer"
 
 
 def is_tuner(module: torch.nn.Module) -> bool:
-    """Whether peft has put this layer around another."""
+    """Whether this is a layer that peft has put around another."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
 
 
 class Adapters:
-    """The adapters that forwards of a module add: `layers`, by path of the LoRA layer; `order`, their names by place: without one, in the
-    order in which the layers add them."""
+    """The adapters that forwards of a module add. `layers`: their names by path of the LoRA layer. `order`: their names by place;
+    by default in the order in which the layers add them."""
 
     def __init__(self, module: torch.nn.Module, order: Sequence[str] | None = None):
         found = ((path, _terms(m)) for path, m in module.named_modules() if is_tuner(m))
@@ -36,7 +36,7 @@ class Adapters:
         self.order = [*dict.fromkeys(added)] if order is None else order
 
     def seen(self, name: str) -> str | None:
-        """What programs call the module or tensor of this name; None: they have none, a layer without terms is its base."""
+        """What programs call this module or tensor; None: nothing. A base layer has its LoRA layer's name, an adapter its place."""
         path, part, more = self._split(name)
         if path is None:
             return name
@@ -49,7 +49,7 @@ class Adapters:
         return _joined(path, part, str(self.order.index(adapter)) if adapter else "", rest)
 
     def bare(self, name: str) -> str | None:
-        """As `seen`, of the model without its adapters: None for a LoRA layer itself and its terms."""
+        """As `seen`, for the model without its adapters: None for a LoRA layer itself and its terms."""
         path, part, _ = self._split(name)
         return self.seen(name) if path is None or part == _BASE else None
 
@@ -58,7 +58,7 @@ class Adapters:
         return path is not None and part not in ("", _BASE)
 
     def _split(self, name: str) -> tuple[str | None, str, str]:
-        """The outermost LoRA layer that has this name, what in there is called so, and the rest of the name."""
+        """The path of the outermost LoRA layer in this name, the part of that layer, and the rest of the name."""
         parts = name.split(".") if self.layers else ()
         for n in range(1, len(parts) + 1):
             path = ".".join(parts[:n])
@@ -67,12 +67,12 @@ class Adapters:
         return None, "", name
 
     def tensors(self, module: torch.nn.Module) -> dict[str, str]:
-        """Programs' names of the module's parameters and buffers that a forward reads, to the module's."""
+        """Names in programs -> names in the module, of the parameters and buffers that a forward reads."""
         names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
         return {seen: name for name in names if (seen := self.seen(name)) is not None}
 
     def children(self, path: str, module: torch.nn.Module) -> Iterator[tuple[str, type]]:
-        """(name, class) of what is directly in a module, as programs see it."""
+        """(name, class) of a module's children, as programs see them."""
         for name, child in module._modules.items():
             whole = f"{path}.{name}".lstrip(".")
             if self.layers.get(whole) == ():
@@ -81,7 +81,7 @@ class Adapters:
                 yield seen.rpartition(".")[2], type(child)
 
     def by_place(self, path: str, layer: torch.nn.Module, value):
-        """An attribute of a layer as programs see it: of a dict by adapters those that it adds, by their place."""
+        """An attribute of a layer as programs see it: a dict by adapters keeps those that the layer adds, by their place."""
         if isinstance(value, dict) and value.keys() <= _available(layer):
             return {self.order.index(name): value[name] for name in self.layers[path] if name in value}
         return value
@@ -110,7 +110,7 @@ def _available(layer: torch.nn.Module) -> set[str]:
 
 
 def scaled_by(method: Callable) -> str | None:
-    """The argument whose `scale` upstream's method multiplies the scales of its LoRA layers by while it runs, if it has one."""
+    """The argument whose `scale` multiplies the scales of LoRA layers while upstream's method runs; None: it has none."""
     while method is not None:
         code = getattr(method, "__code__", None)
         if code is not None and method.__globals__["__name__"] == "diffusers.utils.peft_utils":
@@ -129,10 +129,10 @@ def take_scale(kwargs: dict, name: str | None) -> tuple[dict, float]:
 
 
 def lenders(blocks: Sequence[torch.nn.Module], order: Sequence[str]) -> dict[str, int] | None:
-    """Path of a LoRA layer -> number of the block whose layer has all terms that any block's has there, where not all have.
+    """Path of a LoRA layer -> number of a block whose layer has all terms of that path, for paths where some block lacks terms.
 
-    None where one trace cannot stand for all of these blocks: no block has all terms of a layer, zeros would not leave the sum
-    as it is (DoRA divides by norms), or dtypes differ.
+    None if one trace cannot represent all of these blocks: no block has all terms of a layer, zeros would change the sum (DoRA
+    divides by norms), or dtypes differ.
     """
     of_blocks, found = [Adapters(block, order).layers for block in blocks], {}
     for path in dict.fromkeys(path for layers in of_blocks for path, terms in layers.items() if terms):
@@ -146,12 +146,12 @@ def lenders(blocks: Sequence[torch.nn.Module], order: Sequence[str]) -> dict[str
 
 
 def lacks(layer: torch.nn.Module, full: torch.nn.Module) -> bool:
-    """Whether the layer adds fewer terms."""
+    """Whether the layer lacks terms that `full` adds."""
     return not is_tuner(layer) or _terms(layer) != _terms(full)
 
 
 def _may_take(layer: torch.nn.Module, full: torch.nn.Module) -> bool:
-    """Whether `full`, with zeros for the terms that the layer lacks and for what it lacks of a rank, does what the layer does."""
+    """Whether `full`, with zeros for the terms and ranks that the layer lacks, computes what the layer computes."""
     additive = not getattr(full, "lora_variant", True)
     if layer is full:
         return True

@@ -1,7 +1,7 @@
-"""Objects among a call's arguments and results, as pytrees: tensors in them are arguments, numbers a part of the call's key.
+"""Objects in a call's arguments and results, as pytrees: tensors in them are arguments, numbers part of the call's key.
 
 A trace gets a copy of every list, dict and object among the arguments, a key-value cache say. What it leaves in them is described
-(`Written`), and put into the caller's own after each run.
+(`Written`), and written to the caller's own after each run.
 """
 
 import functools
@@ -26,7 +26,7 @@ _CODE = (torch.Tensor, torch.nn.Module, type, types.FunctionType, types.MethodTy
 
 
 def is_data(x) -> bool:
-    """Whether x is an object of upstream's or the user's that holds what it has in attributes."""
+    """Whether x is an object of upstream's or the user's that holds its data in attributes."""
     cls = type(x)
     if isinstance(x, (*_CODE, dict, list, tuple)) or callable(x) or cls.__module__.startswith("diffusers.tpu."):
         return False
@@ -36,7 +36,7 @@ def is_data(x) -> bool:
 
 
 class Opened:
-    """In a flattened tree, an object: its attributes are its parts."""
+    """An object in a flattened tree: its attributes are its children."""
 
     def __init__(self, held, parts: dict):
         self.type, self.parts = type(held), parts
@@ -54,7 +54,7 @@ register_pytree_node(Opened, lambda held: ([*held.parts.values()], (held.type, t
 
 
 def opened(tree, classes: set[type] | None = None, closed: Callable = lambda x: False):
-    """The tree with every object in it open, and `classes` filled with theirs. Raises Unread for one that it has twice.
+    """The tree with an `Opened` for every object; `classes` collects their classes. Raises Unread for one that it has twice.
 
     `closed`: whether a part of the tree stays as it is.
     """
@@ -75,12 +75,12 @@ def opened(tree, classes: set[type] | None = None, closed: Callable = lambda x: 
 
 
 def _content(x) -> dict:
-    """What a list, a dict or an object has, by its place, key or name."""
+    """The content of a list, a dict or an object, by position, key or name."""
     return dict(enumerate(x)) if isinstance(x, list) else dict(x) if isinstance(x, dict) else attributes(x)
 
 
 def pickled(spec: TreeSpec) -> tuple | None:
-    """A spec as what pickles without a warning of torch's; None: of a leaf."""
+    """A spec in a form that pickles without torch's warning; None: of a leaf."""
     return None if spec.is_leaf() else (spec.type, spec.context, [*map(pickled, spec.children())])
 
 
@@ -94,11 +94,11 @@ class _Ref:
 
 
 class InputRef(_Ref):
-    """The tensor of this number among a call's."""
+    """The call's tensor of this number."""
 
 
 class OutputRef(_Ref):
-    """The array of this number among those that a program gives beside its answer."""
+    """The array of this number among those that a program returns beside its return value."""
 
 
 class HolderRef(_Ref):
@@ -110,8 +110,8 @@ class Written:
     """What a call leaves in its arguments.
 
     Attributes:
-        holders: (number, spec, leaves) of what lists, dicts and objects hold that hold something else than before.
-        tensors: numbers of tensors that have other values, which are the first of `arrays`.
+        holders: (number, spec, leaves) of the new content of lists, dicts and objects that it changed.
+        tensors: numbers of tensors with other values; these are the first of the arrays.
         arrays: how many arrays it takes.
     """
 
@@ -121,7 +121,7 @@ class Written:
 
 
 def holders(tree, around: tuple = ()) -> Iterator:
-    """The lists, dicts and objects of a tree that can change, in one order for equal trees. `around`: ids of what holds it."""
+    """The mutable lists, dicts and objects in a tree, in one order for equal trees. `around`: ids of the containers around it."""
     if isinstance(tree, tuple):
         for item in tree:
             yield from holders(item, around)
@@ -140,7 +140,7 @@ class Arguments:
         self.before = [*map(_content, self.holders)]
 
     def written(self, changed: list[int], refused: Callable) -> tuple[Written, list[torch.Tensor]]:
-        """What the call left in them, and the tensors whose values that takes. `changed`: tensors that it wrote to."""
+        """What the call left in them, and the tensors needed for it. `changed`: tensors written to. `refused`: for other leaves."""
         found, outputs = Written(tensors=changed), [self.tensors[n] for n in changed]
         known = {id(t): InputRef(n) for n, t in enumerate(self.tensors)}
         known |= {id(x): HolderRef(n) for n, x in enumerate(self.holders)}
@@ -168,12 +168,12 @@ class Arguments:
         return found, outputs
 
     def put_back(self):
-        """Lists, dicts and objects hold again what they held."""
+        """Restore what the lists, dicts and objects held."""
         [*map(_fill, self.holders, self.before)]
 
 
 def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: list[torch.Tensor], write: Callable):
-    """What a call left in its arguments is in the caller's own. `write(tensor, value)` gives a tensor other values."""
+    """Write what a call left in its arguments to the caller's own. `write(tensor, value)` sets a tensor's values."""
     own = [*holders(tree)]
     sources = {InputRef: tensors, OutputRef: outputs, HolderRef: own}
     for number, value in zip(written.tensors, outputs):
@@ -184,7 +184,7 @@ def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: lis
 
 
 def _fill(x, content: dict):
-    """A list, dict or object has this, and nothing else."""
+    """Set the content of a list, dict or object."""
     if isinstance(x, list):
         x[:] = content.values()
     elif isinstance(x, dict):

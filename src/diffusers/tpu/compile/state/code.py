@@ -1,6 +1,6 @@
-"""Code of the user's: which names a function reads, from its bytecode, and the part of the walk that follows them.
+"""The user's code: which names a function reads, from its bytecode, and the part of the walk that follows them.
 
-A text constant counts as the name of an attribute (`getattr(settings, "strength")`).
+A string constant counts as the name of an attribute (`getattr(settings, "strength")`).
 """
 
 import builtins
@@ -24,8 +24,8 @@ from .state import Held
 
 
 GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
-# Functions whose answer depends on more than their arguments, and `print`, which a program would do once: a module and its names;
-# all of a module without names.
+# Functions whose result depends on more than their arguments, and `print`, which would run in the trace only: module -> names;
+# no names: the whole module.
 IMPURE = {name: frozenset(x) for name, x in json.loads(Path(__file__).with_name("impure.json").read_text()).items()}
 IMPURE_BUILTINS = IMPURE.pop("<built in>")
 DYNAMIC = frozenset({"getattr", "vars", "__dict__", "hasattr", "__getattribute__"})
@@ -35,11 +35,11 @@ MAKING = frozenset(
     " __deepcopy__ __copy__ __sizeof__ __dir__ __class_getitem__ __set_name__ __post_init__".split()
 )
 OF_NEW = frozenset({"__new__", "__init__", "__post_init__"})
-_cached: "weakref.WeakKeyDictionary[Callable, Hashable]" = weakref.WeakKeyDictionary()  # and what each read at first
+_cached: "weakref.WeakKeyDictionary[Callable, Hashable]" = weakref.WeakKeyDictionary()  # what each read at first
 
 
 class Names(NamedTuple):
-    """What a code names: globals of its module or of Python, attributes and methods of objects and modules, modules imported in it."""
+    """The names in code: globals of its module or of Python, attributes and methods of objects and modules, modules it imports."""
 
     globals: frozenset[str]
     attributes: frozenset[str]
@@ -48,7 +48,7 @@ class Names(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> Names:
-    """Of a code, and of all that is defined inside of it."""
+    """The names in a code object, and in all that is defined inside it."""
     constants = [*_constants(code.co_consts)]
     names, attributes, modules = set(), {x for x in constants if isinstance(x, str) and x.isidentifier()}, set()
     for step in dis.get_instructions(code):
@@ -72,13 +72,13 @@ def _constants(constants) -> Iterator:
 
 @functools.lru_cache(maxsize=1024)
 def reads_its_first(code: types.CodeType) -> bool:
-    """Whether a method's code does anything with its object."""
+    """Whether a method's code uses its object."""
     names = [step.argval for step in dis.get_instructions(code) if "FAST" in step.opname]
     return any(code.co_varnames[0] in (name if isinstance(name, tuple) else (name,)) for name in names)
 
 
 def impure(module: str, names: frozenset[str]) -> str | None:
-    """What of a library's module a code with these names may call that answers differently each time."""
+    """The function of a library's module that code with these names may call and whose result varies; None: there is none."""
     if not (some := IMPURE.get(module)):
         return None if some is None else module
     found = sorted(names & some)
@@ -86,10 +86,10 @@ def impure(module: str, names: frozenset[str]) -> str | None:
 
 
 class CodeReader:
-    """A walk's code. `values.Reader` has the rest: `value`, `type`, `attributes_of`, `watch`, `unread`, `fresh`, `state` and `at`.
+    """The part of a walk that reads code. `values.Reader` has the rest: `value`, `type`, `attributes_of`, `watch` and the like.
 
-    `names` are those that code of the user's asks for, `made` the classes that it may make objects of. `pending` is read behind all else:
-    (what reads it, the thing, where it was met, what was read of it).
+    `names`: those that the user's code reads. `made`: classes that it may make objects of. `pending`, read last: (how to read it,
+    the object, where it was met, what was read of it).
     """
 
     def __init__(self):
@@ -101,7 +101,7 @@ class CodeReader:
         self.pending.append((how, x, self.at, set()))
 
     def rest(self) -> Hashable:
-        """The keys of what code of the user's asks for by name, for as long as it asks for more."""
+        """The keys of what the user's code reads by name, until it names nothing new."""
         found, before = [], None
         while before != (before := (len(self.names), len(self.pending), len(self.met), len(found))):
             for how, x, at, done in [*self.pending]:
@@ -110,8 +110,8 @@ class CodeReader:
         return tuple(found)
 
     def cached(self, x: functools._lru_cache_wrapper, of_a_module: bool = False) -> Hashable:
-        """A function that keeps its results. A trace goes past the caches of modules' methods (`tracing.without_caches`), which
-        gives what they keep for as long as what the method itself reads stays."""
+        """A function that caches its results. A trace bypasses the caches of modules' methods (`state.without_caches`): the results
+        are the same as long as what the method itself reads stays."""
         inner = x.__wrapped__
         if not isinstance(inner, types.FunctionType) or is_library(inner):
             return Held(x)
@@ -132,7 +132,7 @@ class CodeReader:
         return x.__name__, self.value(owner, True)
 
     def function(self, function: types.FunctionType) -> Hashable:
-        """Its code and what it has closed over; of a user's also what it names."""
+        """A function's code and closure; for a user's function also what it names."""
         if (function.__module__ or "").startswith("diffusers.tpu.") and is_library(function):
             return Held(function)
         library, cells = is_library(function), function.__closure__ or ()
@@ -152,7 +152,7 @@ class CodeReader:
         return Held(function.__code__), tuple(read)
 
     def named(self, function: types.FunctionType) -> list[Hashable]:
-        """What a function of the user's names: of its module, of others, of Python."""
+        """What a user's function names: of its module, of others, of Python."""
         names, namespace = names_of(function.__code__), function.__globals__
         self.names |= names.attributes | names.globals
         at, some = self.at, tuple(sorted(names.globals))
@@ -172,7 +172,7 @@ class CodeReader:
         return read
 
     def imported(self, name: str, package: str | None, attributes: frozenset[str]) -> Hashable:
-        """What is imported inside of a function: a module, or of a package one beside the function's."""
+        """What is imported inside a function: a module, or one beside the function in its package."""
         for whole in (name, f"{package}.{name}".rstrip(".")):
             if whole in sys.modules:
                 top = sys.modules.get(whole.partition(".")[0])
@@ -188,16 +188,16 @@ class CodeReader:
             self.later(self.once, os.environ)
         return self.value(x, True)
 
-    # What is asked for by name: what of x is not yet in `done`
+    # Read by name: the part of x that is not yet in `done`
 
     def once(self, x, done: set) -> Iterator[Hashable]:
-        """All of a value."""
+        """All of a value, once."""
         if not done:
             done.add(True)
             yield self.value(x, True)
 
     def flags(self, x, done: set) -> Iterator[Hashable]:
-        """Of an object that orders threads the flags that code of the user's asks for."""
+        """The flags that the user's code names, of an object that synchronizes threads."""
         for name in (watch.FLAGS.keys() & self.names) - done:
             if hasattr(x, name):
                 done.add(name)
@@ -205,7 +205,7 @@ class CodeReader:
                 yield name, getattr(x, name)()
 
     def by_name(self, x, done: set) -> Iterator[Hashable]:
-        """Of an object the attributes that the user's code names, itself or by a property; all, once it names a method."""
+        """An object's attributes that the user's code names, itself or by a property; all of them once it names a method."""
         held, at = getattr(x, "__dict__", {}), self.at
         if None in done:
             return
@@ -220,18 +220,18 @@ class CodeReader:
             yield from self._names(held, self.names, done, at)
 
     def of_namespace(self, module: types.ModuleType, done: set) -> Iterator[Hashable]:
-        """Of a module of the user's what is named, of a library's what of that is a plain value."""
+        """What the user's code names in a module; of a library's module only plain values."""
         held, at = vars(module), self.at
         names = self.names - done
         if is_library_module(module.__name__):
             names = {name for name in names if isinstance(held.get(name), (bool, int, float, str))}
         elif not done.issuperset(DYNAMIC & self.names):
-            done |= DYNAMIC & self.names  # by names that are computed: any
+            done |= DYNAMIC & self.names  # a computed name may be any
             names |= {name for name in held if name[:2] != "__"}
         yield from self._names(held, names, done, at)
 
     def of_class(self, cls: type, done: set) -> Iterator[Hashable]:
-        """Of a class of the user's what it holds beside methods, and methods that code of the user's names, or Python calls."""
+        """What a user's class holds beside methods, and the methods that the user's code names or Python calls."""
         for name, x in [*vars(cls).items()]:
             of_python = name[:2] == "__"
             reachable = name in self.names or (cls in self.made and name in OF_NEW)

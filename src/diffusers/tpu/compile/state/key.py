@@ -1,7 +1,7 @@
-"""A module's Python state as a key: equal keys, equal traces. One walk over everything that a trace may read.
+"""A module's Python state as a key: equal keys mean equal traces. One walk over everything that a trace may read.
 
-The walk starts at the attributes, hooks and classes of the module and its submodules; how it goes on is `values.Reader`'s. The same
-key in words that mean the same in every process is `store.keys`'.
+The walk starts at the attributes, hooks and classes of the module and its submodules; `values.Reader` continues it. `store.keys`
+has the same key in words that mean the same in every process.
 """
 
 import operator
@@ -19,8 +19,8 @@ from .values import PLAIN, Reader, is_ours
 from .watch import Watch, alike
 
 
-# What loaders note on a model, which they add adapters to: of adapters, what a forward reads of them is in the layers; of a checkpoint, how to save it again.
-# No forward of upstream's names one of them (`tests/tpu/test_key.py` looks).
+# What loaders store on a model. What a forward reads of adapters is in the layers; the rest says how to save the checkpoint.
+# No forward of upstream's names one of them (`tests/tpu/test_key.py` checks).
 OF_LOADERS = frozenset(
     "peft_config _hf_peft_config_loaded _prepare_lora_hotswap_kwargs lora_scale _safe_fusing _weight_conversions"
     " _use_kernels".split()
@@ -28,7 +28,7 @@ OF_LOADERS = frozenset(
 
 
 def read(module: torch.nn.Module, apart: tuple = ()) -> State:
-    """The state of a module and all that it holds, but for what is in the objects `apart`."""
+    """The state of a module and all that it holds, except for what is in the objects `apart`."""
     state = State(module)
     reader = _Modules(module, state, apart=apart)
     tree = reader.tree()
@@ -39,12 +39,12 @@ def read(module: torch.nn.Module, apart: tuple = ()) -> State:
     seen = {*reader.adapters.tensors(module).values()}
     named = (*module.named_parameters(), *module.named_buffers())
     state.tensors = {name: tensor for name, tensor in named if name in seen}
-    state.quick = Quick(state)  # now: what changes before the first call is a change
+    state.quick = Quick(state)  # now, so that changes before the first call are seen
     return state
 
 
 def signature(block: torch.nn.Module, adapters: Adapters, apart: tuple = ()) -> Hashable:
-    """What must agree between two blocks, beside weights and numbers, for one trace to stand for both.
+    """What must agree between two blocks, beside weights and numbers, for one trace to represent both.
 
     `adapters`: the model's. `apart`: objects that need not agree.
     """
@@ -53,7 +53,7 @@ def signature(block: torch.nn.Module, adapters: Adapters, apart: tuple = ()) -> 
 
 
 def of_object(x) -> Hashable:
-    """The key of an object that is given to a call, and is looked at anew in each call. Raises Unread."""
+    """The key of an object among a call's arguments, read anew in each call. Raises Unread."""
     state = State(torch.nn.Module())
     reader = Reader(state, {})
     key = reader.value(x, True), reader.rest()
@@ -64,18 +64,18 @@ def of_object(x) -> Hashable:
 
 
 class Unread(Exception):
-    """There is no key for something: the message says for what, and why."""
+    """Something has no key; the message says what, and why."""
 
 
 def process_key() -> Hashable:
-    """What a trace reads of the process."""
+    """What a trace reads of the process: the active attention backend and torch's default dtype."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     backend = dispatch and dispatch._AttentionBackendRegistry._active_backend
     return backend, torch.get_default_dtype()
 
 
 class _Modules(Reader):
-    """The walk from a module. `adapters`: of the model that it is a part of. `of_a_block`: hooks of the root may differ."""
+    """The walk over a module. `adapters`: of the model that it is part of. `of_a_block`: hooks of the root may differ."""
 
     def __init__(self, root, state: State, of_a_block: bool = False, adapters: Adapters | None = None, apart=()):
         super().__init__(state, {id(module): name for name, module in root.named_modules()}, apart)
@@ -89,7 +89,7 @@ class _Modules(Reader):
         for path, m in self.root.named_modules():
             terms, seen, own = self.adapters.layers.get(path), self.adapters.seen(path), vars(m)
             if terms is None and seen is None:
-                continue  # of an adapter that is not added
+                continue  # of an inactive adapter
             state.modules.append(Watch(own, *watch.OF_MODULE, m, False, path))
             state.modules += [Watch(own[name], *watch.OF_MODULE, None, False, path) for name in (*HOOKS, "_modules")]
             state.of_tensors += [Watch(own[name], *watch.OF_MODULE) for name in TENSORS]
@@ -114,7 +114,7 @@ class _Modules(Reader):
                 yield name, self.value(value, False)
 
     def lora(self, path: str, layer: torch.nn.Module, terms: tuple[str, ...]) -> Iterator[tuple[str, Hashable]]:
-        """Of a LoRA layer that adds nothing, only what may change that is watched."""
+        """A LoRA layer's attributes. Of one that adds nothing, only what could change that is watched."""
         for name in ("merged_adapters", "_active_adapter"):
             if isinstance(vars(layer)[name], list):
                 self.watch(vars(layer)[name], watch.SEQUENCE, foreign=False)
@@ -127,7 +127,7 @@ class _Modules(Reader):
 
     def whole(self, path: str, seen: str, module: torch.nn.Module, own: list) -> Hashable:
         self.at, hooks = f"a hook of {path or 'all modules'}", []
-        # torch runs hooks of the root around what is traced: in their place are those of all modules.
+        # torch runs hooks of the root outside of the trace: those of all modules are read in their place.
         held, kinds = (vars(module), HOOKS) if path else (vars(torch.nn.modules.module), OF_ALL)
         for kind in kinds:
             ways = [held.get(f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called")]
@@ -137,7 +137,7 @@ class _Modules(Reader):
         return seen, self.type(type(module)), tuple(own), tuple(hooks), tuple(self.adapters.children(path, module))
 
     def scales(self, path: str, scaling: dict, terms: tuple[str, ...]) -> Hashable:
-        """Of the adapters that the layer adds, by their place; a tensor (peft's, for hot swaps) may be written to."""
+        """Places of the adapters that the layer adds; `State.numbers` gets the scales. Tensors (for hot swaps) are watched."""
         self.watch(scaling, watch.DICT, foreign=False)
         of_terms = {self.adapters.order.index(name): scaling[name] for name in terms if name in scaling}
         self.state.numbers.update((f"{path}/{place}", float(scale)) for place, scale in of_terms.items())
@@ -148,7 +148,7 @@ class _Modules(Reader):
 
 
 def _says_nothing(module: torch.nn.Module, name: str, value) -> bool:
-    """What hooks and caches leave behind when they are removed: an empty registry, what the class has on the instance."""
+    """Whether it is a remnant of removed hooks and caches: an empty registry, or the class's attribute on the instance."""
     if name == HOOK_REGISTRY:
         return not value.hooks
     if isinstance(value, (*PLAIN, float, complex)):
@@ -159,12 +159,12 @@ def _says_nothing(module: torch.nn.Module, name: str, value) -> bool:
 
 
 def own_forward(block: torch.nn.Module):
-    """What upstream's hooks on a block hold its own forward by, its class's; None where there are none."""
+    """Where upstream's hooks on a block store its own forward, if that is its class's; None: there are none."""
     references = getattr(vars(block).get(HOOK_REGISTRY), "_fn_refs", None)
     own = getattr(references[0].original_forward, "__func__", None) if references else None
     return references[0] if own is type(block).forward else None
 
 
 def is_entry(value) -> bool:
-    """Whether this attribute of a module is how a runner is called: `value.tpu_own` is what stood there before (None: the class's)."""
+    """Whether this attribute of a module is a runner's entry: `value.tpu_own` is what it replaced (None: the class's)."""
     return isinstance(value, types.FunctionType) and hasattr(value, "tpu_own")

@@ -1,7 +1,7 @@
-"""Libraries, what is installed: Python's own, what lies in its folders for packages, and this package. The rest is the user's.
+"""Libraries: Python's own, packages in its folders, and this package. All other code is the user's.
 
-What the user's code reads is followed name by name. Classes and modules of libraries are watched as a whole, in which of the states that
-they have been seen in: whoever replaces `torch.nn.functional.gelu`, or a function of upstream's, replaces it in one of them.
+What the user's code reads is followed name by name. Classes and modules of libraries are compared as a whole with the states they
+have had before: replacing `torch.nn.functional.gelu`, or a function of upstream's, gives such a module a new state.
 """
 
 import functools
@@ -19,16 +19,16 @@ from pathlib import Path
 from .watch import class_attributes, dicts_differ
 
 
-# Where a development checkout of one of these is installed, it is a library too.
+# These are libraries also where a development checkout is installed.
 KNOWN = ("torch", "transformers", "peft", "accelerate", "torchax", "jax", "numpy", "huggingface_hub", "safetensors")
-# Modules whose functions and classes a trace may run: those whose names start so, where it reaches them, and these.
+# Modules whose functions and classes a trace may run: those with such names that it reaches, and those of ALSO.
 READ = ("diffusers.models.", "diffusers.hooks.", "transformers.models.", "transformers.modeling_", "peft.tuners.")
 ALSO = ("torch.nn.functional", "transformers.activations", "transformers.masking_utils")
 _seen: "weakref.WeakKeyDictionary[type | types.ModuleType, weakref.WeakSet[Seen]]" = weakref.WeakKeyDictionary()
 
 
 class Seen(dict):
-    """What a class or a module held, known again for as long as a key has it: a method may hold the model."""
+    """What a class or a module held, compared by identity. Only keys keep it alive, as a method may hold the model."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -53,7 +53,7 @@ def is_library_file(path: str) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def is_library_module(name: str) -> bool:
-    """Of a module's name; of one without a file, whether it is a part of Python."""
+    """Whether the module of this name is a library's; without a file, whether it is a part of Python."""
     if name == "__main__":
         return False
     module, top = sys.modules.get(name), name.partition(".")[0]
@@ -66,17 +66,17 @@ def is_library_module(name: str) -> bool:
 
 
 def is_library(x: types.FunctionType | type) -> bool:
-    """Of a function by its own code: a wrapper that says it is what it wraps is still the user's."""
+    """Whether a function or class is a library's. A function's own code counts: a wrapper by the user is the user's."""
     if isinstance(x, type):
         return is_library_module(x.__module__)
     file = x.__code__.co_filename
-    if file.startswith("<") and not file.startswith("<frozen"):  # made as a program runs, as dataclasses' methods are
+    if file.startswith("<") and not file.startswith("<frozen"):  # made at run time, such as dataclasses' methods
         return is_library_module(x.__globals__.get("__name__") or "__main__")
     return is_library_file(file)
 
 
 def _version(thing: type | types.ModuleType, now: dict) -> Seen:
-    """Which of the states that it was seen in this is; no two things have the same."""
+    """Which of the states that `thing` has had this is; versions of two things are never the same."""
     states = _seen.setdefault(thing, weakref.WeakSet())
     for before in states:
         if not dicts_differ(now, before):
@@ -86,12 +86,12 @@ def _version(thing: type | types.ModuleType, now: dict) -> Seen:
 
 
 def class_version(cls: type) -> Seen:
-    """Which of the states that this class's attributes were seen in this is."""
+    """Which of the states that this class's attributes have had is the present one."""
     return _version(cls, class_attributes(cls))
 
 
 def foreign(x) -> bool:
-    """Whether something callable is not of a library."""
+    """Whether something callable is not a library's."""
     x = x.fget if isinstance(x, property) else getattr(x, "__func__", x)
     if isinstance(x, (types.FunctionType, type)):
         return not is_library(x)
@@ -100,14 +100,13 @@ def foreign(x) -> bool:
 
 @functools.lru_cache(maxsize=16384)
 def put_into(cls: type, version: Seen) -> tuple[str, ...]:
-    """Names of a library's class that need reading: what is not the library's, and what can change in place."""
+    """Names in a library's class that need reading: values that are not the library's, and those that can change in place."""
     changing = {name for name, x in vars(cls).items() if isinstance(x, (dict, list, set)) and name[:2] != "__"}
     return tuple(name for name, x in vars(cls).items() if name in changing or (not isinstance(x, type) and foreign(x)))
 
 
 class Libraries:
-    """Functions and classes that stand in the modules of upstream's that code of these modules may run; `key`: in which of its states
-    each is."""
+    """Functions and classes in upstream's modules that code of these modules may run. `key`: the version of each of the modules."""
 
     def __init__(self, names: set[str]):
         self.modules = _reached(frozenset(name for name in names if name.startswith(READ)))
@@ -129,17 +128,17 @@ class Libraries:
         return all(map(operator.is_, itertools.chain.from_iterable(now), itertools.chain.from_iterable(self.held)))
 
     def put_into(self) -> Iterator[types.FunctionType]:
-        """What is not the library's."""
+        """Functions in these modules that are not a library's."""
         return (x for held in self.held for x in held if isinstance(x, types.FunctionType) and not is_library(x))
 
 
 class Module(str):
-    """The name of a module. What stands in it is in words elsewhere (`store.sources.library_words`)."""
+    """The name of a module. Its content is put into words elsewhere (`store.sources.library_words`)."""
 
 
 @functools.lru_cache(maxsize=256)
 def _reached(names: frozenset[str]) -> tuple[types.ModuleType, ...]:
-    """The modules of these names, and those whose functions and classes stand in them, and so on."""
+    """The modules of these names, those whose functions and classes are in them, and so on."""
     seen, steps = {}, [*sorted(names), *ALSO]
     while steps:
         name = steps.pop()

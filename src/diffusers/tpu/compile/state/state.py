@@ -1,4 +1,4 @@
-"""What one walk has found: a key, and everything that it read and that can change, compared before each call, restored after a trace."""
+"""The result of one walk: a key, and all that was read and can change, compared before each call and restored after a trace."""
 
 import contextlib
 import functools
@@ -23,14 +23,14 @@ OF_ALL = tuple(name for name in vars(torch.nn.modules.module) if name.endswith(H
 HOOK_REGISTRY = "_diffusers_hook"
 TENSORS = ("_parameters", "_buffers")
 DICTS = (*HOOKS, "_modules", *TENSORS)
-# torch's own, of which a forward reads none but `training`; hooks and children are read where they belong.
+# torch's own attributes. Of these a forward reads only `training`; hooks and children are read elsewhere.
 TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
-_END = object()  # behind the values that are compared: where one has more than the other, it meets something else
+_END = object()  # ends the values that are compared, so that those of different lengths differ
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An object that only itself is equal to."""
+    """An object that is equal only to itself."""
 
     thing: object
 
@@ -43,15 +43,15 @@ class Held:
 
 @dataclass(eq=False)
 class State:
-    """Everything in Python that a trace of one module reads, as it was when this was read.
+    """Everything in Python that a trace of one module reads, as it was when it was read.
 
     Attributes:
-        key: equal for equal states; `numbers` are not in it: scales of adapters by `LAYER/PLACE`, path of the LoRA layer and the
-            adapter's place.
-        tensors: parameters and buffers that a forward reads, by name, tied ones once; `of_tensors` are the modules' dicts of them.
-        modules: dicts of the submodules' attributes; without an owner those of hooks and children. `watches`: all else that can change.
-        generators: random generators of Python and numpy that were met: a trace that draws from one is of no use.
-        unread: name -> why what stands there can be no part of a key.
+        key: equal for equal states; without `numbers`, scales of adapters by `LAYER/PLACE` (path of the LoRA layer, adapter's
+            place).
+        tensors: parameters and buffers that a forward reads, by name, tied ones once. `of_tensors`: the modules' dicts of them.
+        modules: dicts of the submodules' attributes; those without an owner are hooks and children. `watches`: the rest.
+        generators: random generators of Python and numpy that were met; if a trace draws from one, it makes no program.
+        unread: name -> why the value there cannot be part of a key.
     """
 
     module: torch.nn.Module
@@ -67,7 +67,7 @@ class State:
     quick: "Quick | None" = None
 
     def same(self) -> bool:
-        """Whether nothing was changed since it was read."""
+        """Whether nothing has changed since it was read."""
         return self.quick.same() and self.libraries.same()
 
     def changed(self) -> list[Watch]:
@@ -78,7 +78,7 @@ class State:
         return {id(one.thing) for one in (*self.modules, *self.watches)}
 
     def left(self) -> dict[str, object]:
-        """What the modules' attributes hold that they did not, by name: `blocks.0.before`."""
+        """What has changed, by name, with its present value: attributes of modules (`blocks.0.before`), other containers whole."""
         found = {}
         for one in self.changed():
             if not isinstance(one.owner, torch.nn.Module):
@@ -90,13 +90,13 @@ class State:
         return found
 
     def restore(self):
-        """Everything holds again what it held."""
+        """Restore what everything held."""
         for one in (*self.changed(), *self.of_tensors):
             one.restore()
 
 
 class Quick:
-    """Compares the modules' own attributes and tensors, and what is watched, without a line of Python for each."""
+    """Compares the modules' own attributes and tensors, and what is watched, without Python code for each of them."""
 
     def __init__(self, state: State):
         classes, dicts, lists, self.others = self._by_kind(state.watches)
@@ -128,7 +128,7 @@ class Quick:
         if now[0] != self.watched[0] or not all(map(operator.is_, now[1], self.watched[1])):
             if any(map(Watch.changed, self.many)):
                 return False
-            self.watched = now  # a number that was set again, or what Python adds to a class
+            self.watched = now  # equal values in new objects, or attributes that Python adds to a class
         return not any(map(Watch.changed, self.others))
 
     def _shape(self) -> tuple:
@@ -153,7 +153,7 @@ class Quick:
             return False
         if not all_alike(now, self.held):
             return False
-        self.held = now  # other objects of the same values: a number that was set again
+        self.held = now  # equal values in new objects: a number that was set again
         return True
 
 
@@ -163,8 +163,8 @@ class Trace:
 
     Attributes:
         persistent: containers that it changed so that the next call would see it: counters, what hooks and processors keep.
-        temporary: the other containers that it changed, attributes of modules and what these hold: the next call may not look.
-        names: of attributes by which the next call does not do what it does. `certain`: no later call does.
+        temporary: other containers that it changed, attributes of modules and what these hold; the next call may not read them.
+        names: of attributes that make the next call do something else. `certain`: every later call, too.
         draws: how many times it drew random numbers.
     """
 
@@ -177,10 +177,10 @@ class Trace:
 
 @contextlib.contextmanager
 def undone(state: State):
-    """Around a trace: what it wrote into attributes, dicts and hooks is put back. Gives a `Trace`, filled at the end.
+    """Around a trace: what it wrote to attributes, dicts and hooks is restored. Gives a `Trace`, filled at the end.
 
-    What objects beside the modules keep persists, and a number of a module's that was counted on. Of the rest, a VAE's feature cache
-    say, `tracing.depends_on_previous_call` finds whether the next call reads it.
+    Changes of objects beside the modules persist, as do numbers of a module that have another value, counters say. For other
+    changes (a VAE's feature cache) `tracing.depends_on_previous_call` finds whether the next call reads them.
     """
     generators = [random.getstate.__self__, np.random.get_state.__self__, *state.generators]
     trace, before = Trace(), [(x, x.__getstate__()) for x in generators]
@@ -199,7 +199,7 @@ def undone(state: State):
 
 @contextlib.contextmanager
 def without_caches(module: torch.nn.Module):
-    """Functions that upstream caches compute: `functools.lru_cache` on a class or a module would keep tracers."""
+    """While this is open, upstream's cached functions compute: `functools.lru_cache` of a class or module would keep tracers."""
     bases = {base for m in module.modules() for base in type(m).__mro__}
     owners = {base for base in bases if base.__module__ not in ("builtins", "torch")}
     owners |= {value for name, value in sys.modules.items() if name.startswith("diffusers.models.")}
@@ -214,7 +214,7 @@ def without_caches(module: torch.nn.Module):
 
 
 def _uncached(value) -> Callable | None:
-    """The function behind a cache, also where a wrapper chooses between both; None for anything else, and for caches of ours."""
+    """The function behind a cache, also if a wrapper chooses between both; None for anything else, and for our own caches."""
     if isinstance(value, functools._lru_cache_wrapper):
         return None if value.__module__.startswith("diffusers.tpu.") else value.__wrapped__
     if isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):

@@ -1,7 +1,7 @@
-"""Values, objects and code as keys: the part of the walk that knows nothing of models.
+"""Values, objects and code as keys: the part of the walk that does not depend on models.
 
-Objects are read whole. Code of libraries is taken as it is; of the user's functions the names are followed (`code`).
-What is read and can change is watched (`watch`); what cannot be read or watched is named in `State.unread`.
+Objects are read whole. Code of libraries is a constant; in the user's functions the names are followed (`code`). What is read and
+can change is watched (`watch`); what cannot be read or watched is named in `State.unread`.
 """
 
 import array
@@ -39,7 +39,7 @@ from .state import Held, State
 from .watch import Watch, content
 
 
-LARGEST = 16 << 20  # bytes of an array that is a constant of a program, and looked at before each call
+LARGEST = 16 << 20  # bytes of an array that is a constant of a program and is compared before each call
 MOST_OBJECTS, DEEPEST = 200_000, 150  # deeper ones would end in a RecursionError
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
 _slots: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
@@ -52,7 +52,7 @@ _PARTS = {
     functools.cached_property: ("func",),
 }
 
-# Nothing can change them: they are what they are printed as.
+# Immutable: their key is their repr.
 IMMUTABLE = (
     range, slice, re.Pattern, pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID,
     datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, inspect.Signature, types.GenericAlias,
@@ -60,13 +60,13 @@ IMMUTABLE = (
     types.GetSetDescriptorType, types.CodeType, typing.TypeVar, np.dtype, torch.finfo, torch.iinfo,
     torch.memory_format,
 )  # fmt: skip
-# No number comes of them but `watch.FLAGS`: they order threads, write a log, take a hook away. Generators are noted when they draw.
+# Only their `watch.FLAGS` affect values: they synchronize threads, write logs, remove hooks. Generators are noted when they draw.
 IRRELEVANT = (
     type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Event, threading.Condition,
     threading.Semaphore, logging.Handler, logging.Filter, torch.utils.hooks.RemovableHandle, torch.Generator,
 )  # fmt: skip
-# Large objects of libraries beside the models, of which code of the user's reads a few attributes: these are read, by name, and all
-# where it calls a method.
+# Large objects of libraries, of which the user's code reads a few attributes: only these are read, by name. If the code calls a
+# method, all are.
 ASKED_BY_NAME = (
     "diffusers.pipelines", "diffusers.modular_pipelines", "diffusers.schedulers", "diffusers.image_processor",
     "diffusers.video_processor", "transformers.tokenization", "transformers.processing", "transformers.image_processing",
@@ -75,7 +75,7 @@ ASKED_BY_NAME = (
 
 
 class Reader(CodeReader):
-    """One walk, which fills `state`. An object met again is named by when it was met first: equal structures have equal keys.
+    """One walk, which fills `state`. An object met again is named by its number in the walk: equal structures have equal keys.
 
     `paths`: names of the model's modules by their ids; `apart`: objects that are not read.
     """
@@ -84,8 +84,8 @@ class Reader(CodeReader):
         super().__init__()
         self.state, self.paths, self.apart = state, paths, {*map(id, apart)}
         self.met: dict[int, int] = {}
-        self.kept: list = []  # what was met, so that nothing else gets its id
-        self.at, self.depth = "", 0  # of what is read now
+        self.kept: list = []  # keeps what was met alive, so that no id is used twice
+        self.at, self.depth = "", 0  # name and depth of what is being read
         self.types: dict[type, Hashable] = {}
         self.bases: set[type] = set()
 
@@ -93,7 +93,7 @@ class Reader(CodeReader):
         self.state.watches.append(Watch(thing, *how, owner, foreign, self.at))
 
     def fresh(self) -> "Reader":
-        """Another walk, which has met nothing."""
+        """Another walk, which has met nothing yet."""
         return Reader(State(self.state.module), {})
 
     def unread(self, why: str) -> Hashable:
@@ -101,7 +101,7 @@ class Reader(CodeReader):
         return "unread", self.at
 
     def value(self, x, foreign: bool) -> Hashable:
-        """`x` as what it is equal to. `foreign`: it belongs to an object that is no module."""
+        """The key of `x`. `foreign`: it belongs to an object that is no module."""
         kind = type(x)
         if kind is float or kind is complex:
             return kind, repr(x)
@@ -156,7 +156,7 @@ class Reader(CodeReader):
         return self.object(x, foreign)
 
     def tensor(self, x: torch.Tensor) -> Hashable:
-        """A constant of the program, by its values. An array on the chips never changes: by itself."""
+        """A constant of the program, by its values. An array on the chips never changes, so it is compared by identity."""
         if hasattr(x, "jax"):
             self.watch(x, watch.ON_CHIPS)
             return Held(x), tuple(map(Held, watch.ON_CHIPS[0](x)))
@@ -193,7 +193,7 @@ class Reader(CodeReader):
 
     def collection(self, x, foreign: bool) -> Hashable:
         kind = type(x)
-        if isinstance(x, _NUMBERS):  # of a class of one's own
+        if isinstance(x, _NUMBERS):  # of a subclass
             base = next(base for base in _NUMBERS if isinstance(x, base))
             return kind, base.__repr__(x), self.attributes_of(x, foreign)
         if isinstance(x, (list, set, deque)):
@@ -211,7 +211,7 @@ class Reader(CodeReader):
         return self.type(kind), items, self.value(more, foreign), self.attributes_of(x, foreign)
 
     def attributes_of(self, x, foreign: bool) -> Hashable:
-        """What an object holds by name."""
+        """An object's attributes, by name."""
         slots = slots_of(type(x))
         if not slots and not hasattr(x, "__dict__"):
             return ()
@@ -224,7 +224,7 @@ class Reader(CodeReader):
         return tuple(read)
 
     def object(self, x, foreign: bool) -> Hashable:
-        """An object of no kind that Python itself or torch has a form for."""
+        """An object of none of Python's or torch's basic types."""
         cls = type(x)
         if isinstance(x, IMMUTABLE):
             return cls, repr(x)
@@ -237,10 +237,10 @@ class Reader(CodeReader):
         if isinstance(x, weakref.ReferenceType):
             return "reference", self.value(x(), foreign)
         if isinstance(x, ContextVar):
-            self.watch(x, watch.VARIABLE, foreign=False)  # what is set anew in each call is its scratch
+            self.watch(x, watch.VARIABLE, foreign=False)  # each call may set it anew
             return Held(x), self.value((x.get(None),), True)
         if isinstance(x, os._Environ):
-            return "environment", self.value(x._data, True)  # all of it: who asks for one may ask for any
+            return "environment", self.value(x._data, True)  # all variables: code that reads one may read any
         if isinstance(x, (Iterator, AsyncIterator, Awaitable, io.IOBase)):
             return self.unread(f"a {cls.__name__}, which no one can look at without changing it")
         if foreign and any(base.__module__.startswith(ASKED_BY_NAME) for base in cls.__mro__):
@@ -255,14 +255,14 @@ class Reader(CodeReader):
                 return Held(x)
             return self.unread(f"a {cls.__module__}.{cls.__qualname__}, whose state Python cannot read")
         key = self.type(cls)
-        if not foreign and not is_library(cls):  # upstream's code calls its methods, whatever they are called
+        if not foreign and not is_library(cls):  # upstream's code may call any of its methods
             self.names.update(name for base in cls.__mro__ if not is_library(base) for name in vars(base))
         return key, self.attributes_of(x, foreign)
 
     def type(self, cls: type) -> Hashable:
-        """A class, and which of the methods and attributes that it has had it has now."""
+        """The key of a class: the class and its bases, each with its version."""
         if cls not in self.types:
-            self.types[cls] = ()  # met again in what it holds
+            self.types[cls] = ()  # in case it refers to itself
             bases = [base for base in cls.__mro__ if base is not object]
             for base in bases:
                 self.base(base, cls)
@@ -270,11 +270,11 @@ class Reader(CodeReader):
         return self.types[cls] or ("class", cls.__qualname__)
 
     def base(self, base: type, cls: type):
-        """What a class itself holds is watched; its methods are read where they are the user's."""
+        """Watch a class's own attributes; its methods are read if they are the user's."""
         if base in self.bases:
             return
         self.bases.add(base)
-        if not base.__flags__ & (1 << 9):  # not made by a `class` statement: no one can change it
+        if not base.__flags__ & (1 << 9):  # not made by a `class` statement: it cannot be changed
             return
         self.watch(base, watch.CLASS, base)
         if not is_library(base):
@@ -292,7 +292,7 @@ def _digest(array: np.ndarray) -> str:
 
 
 def is_ours(value) -> bool:
-    """Whether the package has put it there."""
+    """Whether this package has put the value there."""
     value = value.func if isinstance(value, functools.partial) else value
     value = value.__func__ if isinstance(value, types.MethodType) else value
     where = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
@@ -300,7 +300,7 @@ def is_ours(value) -> bool:
 
 
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Names of attributes that instances have without a dict; members of types written in C are read by what they are."""
+    """Names of attributes that instances hold in slots. Members of types written in C are not among them."""
     if cls not in _slots:
         held = (item for base in cls.__mro__ for item in vars(base).items())
         found = {name: x for name, x in held if type(x) is types.MemberDescriptorType}
@@ -309,5 +309,5 @@ def slots_of(cls: type) -> tuple[str, ...]:
 
 
 def attributes(x) -> dict[str, object]:
-    """What an object holds by name, in slots and in its dict."""
+    """An object's attributes by name, in slots and in its dict."""
     return {n: getattr(x, n) for n in slots_of(type(x)) if hasattr(x, n)} | dict(getattr(x, "__dict__", {}))

@@ -1,6 +1,6 @@
-"""What a trace reads and anything may change: what it held, whether it still does, and how it is restored.
+"""Objects that a trace reads and that may change: what they held, whether they still do, and how they are restored.
 
-Values are compared by identity, plain ones also by type and value: 1, 1.0 and True are three, as are 0.0 and -0.0.
+Values are compared by identity; plain ones also by type and value, so that 1, 1.0 and True differ, as do 0.0 and -0.0.
 """
 
 import array
@@ -18,12 +18,12 @@ from ...bridge import storage
 
 
 PLAIN = (bool, int, str, bytes, type(None))
-ABSENT = object()  # in the place of a value: there is none
+ABSENT = object()  # stands for a missing value
 ON_DEMAND = frozenset(("__slotnames__", "__annotations__", "__annotations_cache__", "__annotate_func__"))  # of a class
 
 
 def alike(now, before) -> bool:
-    """Whether a trace cannot tell one from the other."""
+    """Whether a trace cannot tell the two apart."""
     if now is before:
         return True
     if type(now) is not type(before):
@@ -41,12 +41,12 @@ def dicts_differ(now: dict, before: dict) -> bool:
 
 @dataclass(eq=False)
 class Watch:
-    """One thing that was read: a container, an object, a variable. `read(thing)` is what it holds, as objects in a fixed order, or as a
-    dict where the order does not matter; `write(thing, before)` restores that.
+    """An object that was read: a container, an instance, a variable. `read(thing)` returns its content, as objects in a fixed
+    order, or as a dict if the order does not matter; `write(thing, before)` restores that.
 
     Attributes:
         owner: the module or class whose attributes it holds; None: neither.
-        foreign: it belongs to something else than a module of the model: to a hook, a processor, a script.
+        foreign: it belongs to something other than a module of the model: a hook, a processor, a script.
     """
 
     thing: object
@@ -72,7 +72,7 @@ class Watch:
         return self.thing if isinstance(self.thing, (dict, list, set, deque)) else [*self.read(self.thing)]
 
     def rewritten(self) -> bool:
-        """Whether a number, flag or name has another value: a counter, say. What is merely new does not count.
+        """Whether a number, flag or name has another value, such as a counter. New entries do not count.
 
         An attribute of a module that hides one of its class counts too.
         """
@@ -92,7 +92,7 @@ def _other(now, before) -> bool:
 
 
 def put_back(container: dict, before: dict):
-    """The dict holds what its copy does. Past what a class of dicts, a frozen one say, allows its users."""
+    """Restore a dict from its copy, with the base class's methods: a class of dicts may forbid it, a frozen one say."""
     base = OrderedDict if isinstance(container, OrderedDict) else dict
     for name in container.keys() - before.keys():
         base.__delitem__(container, name)
@@ -103,7 +103,7 @@ def put_back(container: dict, before: dict):
 
 @contextlib.contextmanager
 def replaced(places: Iterable[tuple[dict, Hashable, object]]):
-    """While this is open, each of the dicts holds a value under a key, or nothing (ABSENT)."""
+    """While this is open, each of the dicts has a value under a key, or no entry (ABSENT)."""
     with contextlib.ExitStack() as stack:
         for held, key, value in places:
             stack.callback(_put, held, key, held.get(key, ABSENT))
@@ -128,7 +128,7 @@ def _as_dict(pairs: list) -> dict:
 
 
 def class_attributes(cls: type) -> dict:
-    """The attributes of a class, without those that Python adds when somebody copies an object or asks for annotations."""
+    """A class's attributes, without those that Python adds when an object is copied or annotations are read."""
     return {name: x for name, x in vars(cls).items() if name not in ON_DEMAND}
 
 
@@ -142,7 +142,7 @@ def _write_class(cls: type, before: list):
 
 
 def content(cell: types.CellType) -> tuple:
-    """What the variable holds, in a tuple of one; none while it is not bound."""
+    """The variable's value, in a tuple of one; an empty tuple while it is not bound."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -157,7 +157,7 @@ def _write_cell(x: types.CellType, before: tuple):
 
 
 def _fixed(*_):
-    """In the place of `write`: nothing can be put back."""
+    """A `write` for what cannot be restored."""
 
 
 OF_MODULE = dict, put_back
@@ -177,7 +177,7 @@ CODE = lambda f: (f.__code__, f.__defaults__, f.__kwdefaults__), _fixed
 
 
 def of_names(names: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Some names of a module, or of the attributes of an object; they may be missing."""
+    """(read, write) for some names of a module or of an object's attributes; they may be missing."""
 
     def write(namespace: dict, before: list):
         for name, value in zip(names, before):
@@ -187,7 +187,7 @@ def of_names(names: tuple[str, ...]) -> tuple[Callable, Callable]:
 
 
 def of_object(slots: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Its class, its slots, and its dict if it has one."""
+    """(read, write) for an object's class, its slots, and its dict if it has one."""
 
     def read(x) -> list:
         return [type(x), *(getattr(x, name, ABSENT) for name in slots), *_pairs(getattr(x, "__dict__", {}))]
@@ -206,7 +206,7 @@ def of_object(slots: tuple[str, ...]) -> tuple[Callable, Callable]:
 
 
 def of_memory(values: np.ndarray, place: Callable[[], object]) -> tuple[Callable, Callable]:
-    """Of an array, or a host tensor with these values, `place` its address and shape: compared without a copy."""
+    """(read, write) for an array, or a host tensor with these values; `place`: address and shape. Contiguous: compared in place."""
     at, copy, flat = place(), values.copy(), np.ascontiguousarray(values)
     by_bytes = values.dtype.hasobject or not (flat is values or flat.base is values)
 

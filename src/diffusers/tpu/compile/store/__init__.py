@@ -1,1 +1,1 @@
-"""Values that outlive their process: `disk_cache` keeps them, `keys` names executables by words, those of code are in `sources`."""
+"""Values that outlive their process: `disk_cache` stores them, `keys` makes keys of executables, `sources` words for code."""

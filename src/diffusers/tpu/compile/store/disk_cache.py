@@ -1,7 +1,7 @@
-"""What outlives its process, pickled in a folder of `DIFFUSERS_TPU_CACHE`: executables, and the planner's programs and plans.
+"""Values that outlive their process, pickled below `DIFFUSERS_TPU_CACHE`: executables, and the planner's programs and plans.
 
-A file is a line of JSON, its key and a digest, then the value. It is whole or absent; processes may read while others write or evict.
-Reading runs code, as any pickle does: only use a folder that you or your host wrote.
+A file is a line of JSON (key and digest), then the value. It is whole or absent, even while other processes write or evict. Reading
+runs code, as with any pickle: only use a folder that you or your host wrote.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ MOST_BYTES = 8 << 30  # of one folder; the least recently used files are removed
 
 
 class DiskCache:
-    """The values of one kind, by name; None in place of a folder: nothing is found or kept."""
+    """The values of one kind, by name. Without a folder (None) nothing is found or stored."""
 
     def __init__(self, kind: str, folder: Path | None):
         self.kind, self.folder = kind, folder
 
     @classmethod
     def of(cls, kind: str) -> "DiskCache":
-        """This process's; without a folder where `DIFFUSERS_TPU_CACHE` is off."""
+        """This process's cache; it has no folder if `DIFFUSERS_TPU_CACHE` is off."""
         cache = read_environment().cache_dir
         return cls(kind, None if cache is None else Path(cache) / kind)
 
     def find(self, name: str, key: dict | None = None):
-        """The value of this name, written with this key; None without one. Damaged files are removed, with a warning."""
+        """The value written under this name with this key; None: there is none. Damaged files are removed, with a warning."""
         if self.folder is None:
             return None
         path = self.folder / name
@@ -65,7 +65,7 @@ class DiskCache:
             path.unlink()
 
     def keep(self, name: str, value, key: dict | None = None, **facts):
-        """Write it; one warning where the folder is not writable or full. `facts` stand beside the key."""
+        """Write a value; warns once if the folder is not writable or full. `facts` are stored beside the key."""
         if self.folder is None:
             return
         body = zlib.compress(pickle.dumps(value), 1)
@@ -76,14 +76,14 @@ class DiskCache:
             make_room(self.folder, MOST_BYTES)
 
     def check_writable(self):
-        """Warn now if what is made next cannot be kept."""
+        """Warn now if later values cannot be written."""
         if self.folder is not None:
             with self._writing():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=self.folder).close()
 
     def heads(self, start: str) -> list[dict]:
-        """Keys and facts of the files whose names start so, the last used first."""
+        """Keys and facts of the files whose names begin with `start`, the last used first."""
         found = []
         with contextlib.suppress(OSError):
             for path in self.folder.glob(f"{start}*"):

@@ -1,8 +1,8 @@
 """Keys of executables on disk: named strings that mean the same in every process and on every machine, compared part by part.
 
-In a process keys are of objects (`state`): a class is itself. Here a class is its name and where the code of its methods stands,
-a function its code, a tensor its values. What has no such words (code of a script, a lock, a model from elsewhere) is
-`NotPortable`: its program is not cached for other processes, as nobody could say whether it is still theirs.
+Keys within a process hold objects (`state`): a class is itself. Here a class is its name and where the code of its methods is, a
+function its code, a tensor its values. Objects without such words (code of a script, a lock, a model from elsewhere) raise
+`NotPortable`: their program is not cached on disk, as a match could not be verified.
 """
 
 import enum
@@ -34,8 +34,8 @@ PARTS = {
     "compiler": "flags of the compiler",
     "versions": "versions",
     "sources": "the code of diffusers or transformers",
-}  # of a key, for those who read of it
-# What configurations say of where they came from and who wrote them, not of what a forward computes.
+}  # parts of a key, as messages name them
+# Entries of configurations about their origin and authors, which do not affect what a forward computes.
 ORIGIN = frozenset(
     "_name_or_path name_or_path _commit_hash _diffusers_version transformers_version _use_default_values architectures"
     " _attn_implementation_autoset _from_model_config".split()
@@ -52,7 +52,7 @@ _OF_CLASSES = frozenset(
 
 @dataclass(frozen=True)
 class Key:
-    """The cache key of an executable: part -> its words, of the module as it is now, of chips and versions, and of the call."""
+    """The cache key of an executable: part -> its words, for the module as it is now, chips and versions, and the call."""
 
     model: str
     of_module: dict[str, str]
@@ -60,7 +60,7 @@ class Key:
 
     @property
     def family(self) -> str:
-        """The start of the names of all executables of the module as it is."""
+        """The start of the names of all executables for the module as it is."""
         return f"{self.model}-{_digest(self.of_module)}-"
 
     @property
@@ -72,13 +72,13 @@ class Key:
         return {"model": self.model, **self.of_module, **self.of_call}
 
     def family_in(self, cache: DiskCache) -> list["Key"]:
-        """Keys of the cached executables of the module as it is, the last used first."""
+        """Keys of the cached executables for the module as it is, the last used first."""
         known = self.parts.keys()
         calls = [{n: x for n, x in head["key"].items() if n not in known} for head in cache.heads(self.family)]
         return [Key(self.model, self.of_module, of_call) for of_call in calls]
 
     def differs(self, cache: DiskCache) -> tuple[str, bool] | None:
-        """How this key differs from the nearest cached one of the same model and call, and whether that was made ahead of a run."""
+        """How this key differs from the nearest cached one of the same model and call, and whether that was compiled ahead."""
         found = []
         for head in cache.heads(f"{self.model}-"):
             theirs = {name: (head["key"].get(name), here) for name, here in self.of_module.items()}
@@ -96,7 +96,7 @@ def _digest(parts: dict[str, str]) -> str:
 
 
 def _named(part: str, there: str | None, here: str) -> str:
-    """A part of a key by name; of versions, which."""
+    """The name of a key's part; for versions also which ones differ."""
     if part != "versions" or there is None:
         return PARTS.get(part, part)
     former, now = (dict(item.split(" ", 1) for item in words.split(", ")) for words in (there, here))
@@ -106,13 +106,13 @@ def _named(part: str, there: str | None, here: str) -> str:
 
 
 class StableKey:
-    """The words of one key."""
+    """Turns the objects of one key into words."""
 
     def __init__(self):
         self._known: dict[int, tuple[tuple, str]] = {}
 
     def of(self, x) -> str:
-        """Equal for what is equal, also between processes. Raises NotPortable."""
+        """The words of x: equal for equal objects, also between processes. Raises NotPortable."""
         if isinstance(x, enum.Enum):
             return f"{_class_words(type(x))}.{x.name}"
         if type(x) is float or isinstance(x, _PLAIN):
@@ -141,28 +141,28 @@ class StableKey:
             return f"Generator({x.device})"
         if isinstance(x, (TreeSpec, PartitionSpec, types.BuiltinFunctionType)) and " at 0x" not in repr(x):
             return repr(x)
-        found = function_of(x)  # its defaults are left out: they are read apart where they count
+        found = function_of(x)  # without its defaults, which are read on their own where they count
         if found is None:
             raise NotPortable(f"a {type(x).__module__}.{type(x).__qualname__}: {x!r:.80}")
         return code_words(found.__code__)
 
     def _tuple(self, x: tuple) -> str:
         if id(x) not in self._known:
-            # The number beside a class or a module says which of this process's states it has.
+            # What is beside a class or a module is its version, which means nothing in another process.
             if len(x) == 2 and isinstance(x[0], Held) and isinstance(x[0].thing, type):
                 text = _class_words(x[0].thing)
             elif len(x) == 2 and isinstance(x[0], Module):
                 text = str(x[0])
             else:
                 text = "(" + ", ".join(self.of(item) for item in x if not _names_origin(item)) + ")"
-            if len(text) > 200:  # of a class, say, which comes again with every module
+            if len(text) > 200:  # of a class, say, which every module repeats
                 text = digest(text.encode())
             self._known[id(x)] = x, text  # with x, so that nothing else gets its id
         return self._known[id(x)][1]
 
 
 def _names_origin(item) -> bool:
-    """Whether an item of a configuration (name, value) is of where it came from; names are ("name") or (str, "name")."""
+    """Whether an item (name, value) of a configuration says where it came from; the name is ("name") or (str, "name")."""
     if not isinstance(item, tuple) or len(item) != 2:
         return False
     name = item[0][1] if isinstance(item[0], tuple) and len(item[0]) == 2 and item[0][0] is str else item[0]
@@ -184,6 +184,6 @@ def _class_words(cls: type) -> str:
 
 @functools.cache
 def _words_of(cls: type, version: dict) -> str:
-    """A class by name, and a digest of what it holds. `version`: which of the states that its attributes have had this is."""
+    """A class's name, and a digest of its attributes. `version`: which state of these attributes this is, for the cache."""
     held = [(name, held_words(value)) for name, value in sorted(vars(cls).items()) if name not in _OF_CLASSES]
     return f"{cls.__module__}.{cls.__qualname__}<{digest(repr(held).encode())}>"

@@ -1,4 +1,4 @@
-"""Code as strings that mean the same in every process: where it stands in which version of a library, and digests of sources."""
+"""Code as strings that mean the same in every process: its place in a library of a certain version, and digests of sources."""
 
 import functools
 import hashlib
@@ -14,15 +14,15 @@ from ..state.libraries import Libraries, is_library_file
 
 
 OURS = "diffusers/tpu/"
-MADE = "<made>"  # by a library as it runs, as dataclasses' methods are: what such a code holds tells it
-_ASKERS = ("apps", "planner", "compare", "idioms")  # packages of ours that no program is made of
+MADE = "<made>"  # code made at run time, such as dataclasses' methods: its content is its key
+_ASKERS = ("apps", "planner", "compare", "idioms")  # packages of ours that do not affect programs
 _PLAIN = (bool, int, float, str, tuple, list, dict)
-_ROOT = str(Path(__file__).resolve().parents[4]) + os.sep  # what `diffusers` lies in
+_ROOT = str(Path(__file__).resolve().parents[4]) + os.sep  # the folder of `diffusers`
 _known: dict[tuple, str] = {}  # digests, by the key of `Libraries`
 
 
 class NotPortable(Exception):
-    """There are no words for a part of the key; the message says for what."""
+    """A part of the key has no words; the message names it."""
 
 
 def digest(content: bytes) -> str:
@@ -30,9 +30,9 @@ def digest(content: bytes) -> str:
 
 
 def code_words(code: types.CodeType) -> str:
-    """Where a code stands in a file of a library, and which state of the file that is. Raises NotPortable for code of a script.
+    """The place of a code in a library's file, and that file's version. Raises NotPortable for code of a script.
 
-    Of code without a file, as dataclasses' methods and a notebook's are: what it does, byte by byte.
+    Code without a file, such as dataclasses' methods or a notebook's, is described by its content, byte by byte.
     """
     if (where := place_of(code.co_filename)) is None:
         raise NotPortable(f"{code.co_qualname} of {os.path.basename(code.co_filename)}, which is no library's")
@@ -42,7 +42,7 @@ def code_words(code: types.CodeType) -> str:
 
 
 def _content(code: types.CodeType) -> tuple:
-    """All that a code does; of `co_code`, which Python gives as it was compiled, not as it has specialized it since."""
+    """All that a code does. `co_code` is the code as it was compiled, without Python's later specialization."""
     constants = [_content(c) if isinstance(c, types.CodeType) else (type(c).__name__, repr(c)) for c in code.co_consts]
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     return code.co_code, constants, names, code.co_argcount, code.co_kwonlyargcount, code.co_flags
@@ -50,7 +50,7 @@ def _content(code: types.CodeType) -> tuple:
 
 @functools.cache
 def place_of(file: str) -> str | None:
-    """A file's place in a library, with the version of one that is installed; None: it is a script's."""
+    """A file's place in a library, with the library's version or the file's digest; None: it is a script's."""
     if file.startswith("<"):
         return MADE
     path = Path(os.path.realpath(file))
@@ -72,7 +72,7 @@ def place_of(file: str) -> str | None:
 
 
 def function_of(x) -> types.FunctionType | None:
-    """What runs where x, which stands in a class or a module, is used."""
+    """The function that runs where x, an attribute of a class or a module, is used."""
     if isinstance(x, (staticmethod, classmethod)):
         x = x.__func__
     elif isinstance(x, property):
@@ -83,7 +83,7 @@ def function_of(x) -> types.FunctionType | None:
 
 
 def held_words(value) -> str:
-    """What stands under a name of a class or a module. Raises NotPortable where it is a script's."""
+    """The words of an attribute of a class or a module. Raises NotPortable if it is a script's."""
     found = inspect.unwrap(value) if isinstance(value, functools._lru_cache_wrapper) else function_of(value)
     if found is not None:
         return code_words(found.__code__)
@@ -101,15 +101,15 @@ def held_words(value) -> str:
 
 
 def library_words(libraries: Libraries) -> str:
-    """A digest of the modules of upstream's that a trace may run: their files, and what stands under which name in them.
+    """A digest of upstream's modules that a trace may run: their files, and the value of each name in them.
 
-    A name that somebody gave another function has that one's words. Raises NotPortable where it is a script's.
+    A name that was assigned another function has that function's words. Raises NotPortable if it is a script's.
     """
     if libraries.key not in _known:
         found = []
         for module, names, held in zip(libraries.modules, libraries.names, libraries.held):
             words = [(name, held_words(value)) for name, value in zip(names, held[2:])]
-            if module.__name__.startswith("torch."):  # of its version, but for what others have put there
+            if module.__name__.startswith("torch."):  # its version covers it, except for what others put there
                 words = [one for one in words if not one[1].startswith((OURS, "torch", "python", "typing.", MADE))]
             constants = [(n, x) for n, x in sorted(vars(module).items()) if isinstance(x, _PLAIN) and n[:2] != "__"]
             if ".models." in module.__name__:
@@ -131,7 +131,7 @@ def _file_digest(path) -> str:
 
 @functools.cache
 def our_words() -> str:
-    """A digest of the sources of this package that programs are made by."""
+    """A digest of the sources of this package that programs are made from."""
     root = Path(_ROOT) / "diffusers"
     files = [path for path in (root / "tpu").rglob("*.py") if path.relative_to(root / "tpu").parts[0] not in _ASKERS]
     files += [*root.glob("**/*_flax.py"), *(root / "tpu").rglob("*.json"), *(root / "utils").rglob("*.py")]

@@ -1,7 +1,7 @@
-"""What a model's code does with a block's outputs before it calls the next block with them: deferred, and then a part of the scan.
+"""What a model's code does with a block's outputs before it calls the next block with them: deferred, then part of the scan.
 
-Before a deferred output gets a value, `Environment.dispatch` asks `Between.result`: a function that moves elements or adds them up gives
-deferred tensors too. Where the code does the same after each block, the run goes on (`Run.continued_by`).
+Before a deferred output gets a value, `Environment.dispatch` asks `Between.result`: the results of `FUNCTIONS` are deferred too. If
+the code does the same after each block, the run continues (`Run.continued_by`).
 """
 
 import weakref
@@ -26,7 +26,7 @@ FUNCTIONS = frozenset(
 
 
 class Place(NamedTuple):
-    """Where a tensor is: the block's "output", "made" of these, or "given" beside them; of each kind its number."""
+    """Where a tensor comes from: the block's "output", "made" of these, or "given" beside them; and its number among that kind."""
 
     kind: str
     number: int
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """A function with its flattened arguments. Deferred tensors among them are themselves, others have the values of then."""
+    """A function with its flattened arguments. Deferred tensors among them are kept as such, others with the values they had."""
 
     function: Callable
     spec: TreeSpec
@@ -42,13 +42,13 @@ class Operation:
     results: list[weakref.ref] = field(default_factory=list)
 
     def called(self, leaves: list) -> tuple:
-        """The flattened result of these arguments."""
+        """The flattened result for these arguments."""
         with autocast.without(), environment():
             args, kwargs = tree_unflatten(leaves, self.spec)
             return flattened(self.function(*args, **kwargs))
 
     def settle(self):
-        """Give those of the results that are held their values."""
+        """Set the values of the results that are still referenced."""
         for ref, tensor in zip(self.results, self.called(self.leaves)[0]):
             if (result := ref()) is not None:
                 result.become(tensor)
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation with places for tensors. `made`: numbers of its results."""
+    """An operation with places instead of tensors. `made`: numbers of its results."""
 
     function: Callable
     spec: TreeSpec
@@ -69,13 +69,13 @@ class Step:
 
 
 class Between:
-    """Of one block's outputs. `compute` gives them their values; `more`: whether the next block is still to come.
+    """The operations on one block's outputs. `compute` sets the outputs' values. `more`: whether a next block may follow.
 
     Attributes:
         steps: the operations so far.
-        given: arrays of tensors that are no block's.
+        given: arrays of tensors that are not computed from the block's outputs.
         made: how many tensors the steps make.
-        operations: what has results that may be held.
+        operations: those whose results may still be referenced.
     """
 
     def __init__(self, compute: Callable[[], None], more: bool):
@@ -86,12 +86,12 @@ class Between:
         return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.compute, (self, place, operation))
 
     def place(self, leaf) -> Place | None:
-        """Where a deferred tensor is; None of what is none, or another block's."""
+        """The place of a deferred tensor; None: it is not deferred, or it is another block's."""
         between, place, _ = leaf.source if waits(leaf) and leaf.source else (None,) * 3
         return place if between is self else None
 
     def result(self, function: Callable, args: tuple, kwargs: dict):
-        """What the function gives, deferred if it is a tensor; NotImplemented where values are needed."""
+        """The function's result, deferred if it is a tensor; NotImplemented if values are needed."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = getattr(getattr(function, "overloadpacket", function), "__name__", "")
@@ -114,7 +114,7 @@ class Between:
             return NotImplemented
         copies, results, *form = found
         same = [next((t for t, copy in zip(tensors, copies) if copy is result), None) for result in results]
-        if all(t is not None for t in same):  # a tensor that has this shape, this dtype already; or a size
+        if all(t is not None for t in same):  # a tensor that has this shape or dtype already; or a size
             return unflattened(*form, same)
         others = {id(copy.jax()) for t, copy in zip(tensors, copies) if not waits(t)}
         shared = any(t is not None or id(storage(result)) in others for t, result in zip(same, results))
@@ -136,19 +136,19 @@ class Between:
         return place
 
     def repeats(self, other: "Between", stands_for: Callable) -> bool:
-        """Whether both do the same, beside tensors that stand for each other."""
+        """Whether both have the same steps, on tensors that may replace each other by `stands_for`."""
         alike = [step.text for step in self.steps] == [step.text for step in other.steps]
         return alike and all(map(stands_for, self.given, other.given))
 
     def sources(self, place: Place) -> set[int]:
-        """The outputs of which this is made."""
+        """The outputs that this place is computed from."""
         if place.kind != "made":
             return {place.number} if place.kind == "output" else set()
         step = next(step for step in self.steps if place.number in step.made)
         return set().union(*(self.sources(leaf) for leaf in step.leaves if isinstance(leaf, Place)))
 
     def values(self, outputs: list[jax.Array], given: list[jax.Array]) -> dict[Place, jax.Array]:
-        """Of all places, from other outputs and arrays in the places of these."""
+        """The values of all places, computed from these outputs and given arrays."""
         kinds = (("output", outputs), ("given", given))
         found = {Place(kind, n): Tensor(x, environment()) for kind, arrays in kinds for n, x in enumerate(arrays)}
         for step in self.steps:
@@ -164,5 +164,5 @@ def waits(leaf) -> bool:
 
 
 def _as_now(leaf):
-    """A tensor that has values, by itself: what is written to it later is not seen."""
+    """A tensor that has values as a new tensor, so that later writes to it are not seen; other leaves as they are."""
     return Tensor(leaf.jax(), environment()) if isinstance(leaf, Tensor) and not waits(leaf) else leaf

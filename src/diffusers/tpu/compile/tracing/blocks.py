@@ -1,9 +1,9 @@
 """Blocks called one after another on each other's outputs, traced once and scanned.
 
-While a model is traced, each block of a group (`scan.find_groups`) returns deferred outputs. The next block's call joins the run if
-its trace is the same and its arguments are the previous block's outputs, or the same made of them (`between`), where they were before, and
-elsewhere the very same values or floating tensors of one shape, which are stacked beside the weights. Anything else (an output's value, a hook
-inside of one block) ends the run, which is then computed as a scan.
+While a model is traced, each block of a group (`scan.find_groups`) returns deferred outputs. The next block joins the run if its
+trace is the same and its arguments fit. Some are the previous block's outputs, or the same operations on them (`between`), where
+they were before. The others are the very same values, or floating tensors of one shape, which are stacked beside the weights.
+Anything else (an output's value, a hook inside a block) ends the run, which is then computed as a scan.
 """
 
 import contextlib
@@ -33,20 +33,20 @@ from .run import Run, text_of
 from .scan import Group, of_one
 
 
-# First of the blocks that are traced as one here, and behind the last; None outside of a scan of blocks.
+# Start and stop of the run of blocks that is traced as one block; None outside of a scan of blocks.
 scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
 _stack = contextvars.ContextVar("diffusers_tpu_stack", default=None)  # weights of all layers, and the one that runs
 
 
 class BlockRuns:
-    """The runs of one trace of `function`, a `PureFunction`. `weights` and `numbers` are the stacked arrays by group label.
+    """The runs of one trace of `function`, a `PureFunction`. `weights` and `numbers`: the stacked arrays by group label.
 
     Attributes:
         stacks: by group label the stacked weights, numbers, and what a cache keeps of the blocks.
-        condition: where it is set, runs are computed only if it holds: else nothing of what they give may be used.
-        room: bytes of a chip that blocks may still keep for the way back.
-        keeping: (what is kept of one block, its filled stream's tokens: all, those beyond its own) -> a context of what it shall keep.
-        gives: by group label, of each run the first block's number and what its blocks shall keep.
+        condition: if set, runs are computed only if it holds; else nothing that they return may be used.
+        room: bytes of a chip that blocks may still keep for the backward pass.
+        keeping: (what a cache keeps of a block, tokens of its padded stream: all, padding) -> a context with what it shall keep.
+        gives: by group label, for each run the first block's number and what its blocks shall keep.
     """
 
     def __init__(self, function, weights: dict, numbers: dict):
@@ -58,19 +58,19 @@ class BlockRuns:
         self.condition: jax.Array | None = None
         self.room = function.room
         self.writing: set[str] = set()  # labels of groups whose blocks write to their arguments
-        self.views: dict[tuple, tuple[jax.Array, Tensor]] = {}  # what was taken, and of which array: by the array's id
-        self.own: dict[int, tuple] = {}  # of a block: where its forward is, under which name, and what was there
+        self.views: dict[tuple, tuple[jax.Array, Tensor]] = {}  # (array's id, parts) -> array, first tensor
+        self.own: dict[int, tuple] = {}  # block's id -> where its forward is, its name there, the former one
 
     @contextlib.contextmanager
     def installed(self):
-        """Blocks of all groups answer with deferred outputs while this is open."""
+        """While this is open, blocks of all groups return deferred outputs."""
         stand_ins, settings, apart = [], self.function.settings, self.function.apart
         for group in self.function.groups:
             for index, block in enumerate(group.blocks(self.model), group.start):
                 if (group.path, index) not in settings:
                     with group.lent(self.model, block):
                         settings[group.path, index] = signature(block, self.adapters, apart)
-                # hooks of upstream's on a block see its outputs
+                # upstream's hooks on a block stay around what replaces its forward
                 reference = own_forward(block)
                 held, name = (vars(block), "forward") if reference is None else (vars(reference), "original_forward")
                 self.own[id(block)] = held, name, held.get(name, ABSENT)
@@ -83,7 +83,7 @@ class BlockRuns:
                 self.run = None
 
     def _called(self, group: Group, index: int, *args, **kwargs):
-        """In the place of a block's forward."""
+        """Replaces a block's forward."""
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         run = self.run
@@ -103,37 +103,37 @@ class BlockRuns:
                 run.begin(avals, self.flush)
                 self.run = run
                 return run.make_output(run.outputs)
-        # A block that writes to its arguments, to an object among them (a key-value cache) say, runs here and once.
+        # A block that writes to its arguments, to a key-value cache say, runs now, outside of a scan.
         with self._of_stack(group, index):
             output, gives = self._run_block(group, index, args, kwargs, self._stacked_at(group, index))
         self.gives[group.label].append((index, of_one(gives)))
         return output
 
     def _taken(self, t: Tensor) -> Tensor:
-        """A tensor, or for a view the first one of the same parts of the same array, also for the next block."""
+        """The tensor; for a view, the first one of the same parts of the same array, so that the next block gets that one too."""
         named = parts(t)
         return t if named is None else self.views.setdefault((id(storage(t)), named), (storage(t), t))[1]
 
     def _alike(self, run: Run, index: int) -> bool:
-        """Whether the trace of the run's first block stands for this one of its group too."""
+        """Whether the trace of the run's first block also represents this block of its group."""
         path, settings = run.group.path, self.function.settings
         if settings[path, run.start] == settings[path, index]:
             return True
         if self.stacks[run.group.label][2]:
-            return False  # what a cache keeps of each is beside its trace
+            return False  # what a cache keeps of each block is not in its trace
         try:
             traced, _, make_output, effects = self._traced(run, index)
         except Entangled:
             return False
         if effects.persistent or effects.temporary or effects.draws:
-            return False  # what it does to its own Python no other block does
+            return False  # these would happen to its own Python state only
         return make_output.args == run.make_output.args and text_of(traced) == run.text
 
     def _traced(self, run: Run, index: int) -> tuple:
-        """The trace of block `index` in the run, its outputs' avals, what makes its output, and its effects; it is no part of the trace around it."""
+        """Trace block `index`, apart from the trace around it: (trace, its outputs' avals, what builds its output, effects)."""
         found = {}
 
-        def block(stacked):  # not of the arrays: what they come from stays known
+        def block(stacked):  # closes over the arrays, whose provenance stays known
             outputs, _, found["make_output"] = self._call(run, index, run.arrays, stacked)
             return outputs
 
@@ -142,20 +142,20 @@ class BlockRuns:
         return traced, avals, found["make_output"], effects
 
     def _stacked_at(self, group: Group, index: int) -> tuple[dict, dict, dict]:
-        """Weights and numbers of one block, and what is kept of it."""
+        """Weights and numbers of one block, and what a cache keeps of it."""
         return jax.tree.map(lambda array: array[index - group.start], self.stacks[group.label])
 
     def _not_gathered(self, group: Group) -> dict[str, jax.Array]:
-        """Stacks of which a kernel reads its layer, where a slice would be a copy: none of whose gradients would be added up layer by layer."""
+        """Stacks from which a kernel reads its layer without the copy of a slice; none if gradients would be added up by layer."""
         settled, (weights, *_) = () if current().differentiable else self.function.settled, self.stacks[group.label]
         return {name: stack for name, stack in weights.items() if f"{group.label}.{name}" in settled}
 
     def _of_stack(self, group: Group, index: int):
-        """A context in which one block runs that is in no scan."""
+        """A context for one block that runs outside of a scan."""
         return bound(_stack, (self._not_gathered(group), np.int32(index - group.start)))
 
     def _call(self, run: Run, index: int, arrays: list, own: tuple, filled=None) -> tuple[list, dict, Callable]:
-        """A block on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
+        """Run a block on arrays: flat output arrays, what it keeps for a cache, and the function that builds its return value."""
         env, tensors = environment(), iter(arrays)
         leaves = [Tensor(next(tensors), env) if isinstance(leaf, Tensor) else leaf for leaf in run.leaves]
         args, kwargs = tree_unflatten(leaves, run.spec)
@@ -168,7 +168,7 @@ class BlockRuns:
         return [x.jax() for x in tensors], gives, functools.partial(unflattened, *form)
 
     def _run_block(self, group: Group, index: int, args, kwargs, own: tuple[dict, dict, dict], filled=None) -> tuple:
-        """What a block's own forward returns, and what it gives to keep."""
+        """What a block's own forward returns, and what it keeps for a cache."""
         (weights, numbers, kept), env, block = own, environment(), group.block(self.model, index)
         stack, layer = _stack.get() or ({}, None)
         layers = {name: (stack[name], layer) for name in stack}
@@ -183,7 +183,7 @@ class BlockRuns:
         ):
             names = Adapters(block, self.adapters.order).tensors(block)
             weights = {f"module.{names[name]}": w for name, w in weights.items()}
-            # its forward alone: hooks of the block have seen its call by the model
+            # its forward without hooks, which ran when the model called it
             call = block.forward if forward is ABSENT else forward
             output, changed = written(Method(block, call), weights, args, kwargs)
         if changed:
@@ -192,7 +192,7 @@ class BlockRuns:
         return output, gives
 
     def flush(self):
-        """Compute the run that is open, if any, and give those of its outputs that are held their values."""
+        """Compute the open run, if any, and set the values of its outputs that are still referenced."""
         run, self.run = self.run, None
         if run is None:
             return
@@ -209,7 +209,7 @@ class BlockRuns:
             operation.settle()
 
     def _values(self, run: Run, held: list) -> tuple[list[jax.Array], dict]:
-        """Of the last block's outputs, and of those that are held; what all of them give to keep, stacked."""
+        """Values of the last block's outputs and of those still referenced; and what all blocks keep for a cache, stacked."""
         with autocast.computing_in(run.autocast):
             if run.stop - run.start > 1:
                 return self._scan(run, held)
@@ -272,14 +272,14 @@ class BlockRuns:
             first = jax.tree.map(lambda x: x[0], xs)
             policy, taken = kept_by_blocks(step, carry, first, run.stop - run.start, settings, self.room)
             step, self.room = jax.checkpoint(step, policy=policy), self.room - taken
-        # XLA's CPU backend (jaxlib 0.10.2) may start a loop that exchanges before it has made an earlier exchange that the loop does
-        # not read: simulated chips wait for each other for good.
+        # XLA's CPU backend (jaxlib 0.10.2) may start a loop with exchanges before an earlier exchange that the loop does not
+        # read: simulated chips deadlock.
         straight = current().differentiable and settings.platform == "cpu" and settings.chips > 1
         last, (passed, gives) = lax.scan(step, carry, xs, unroll=straight or 1)
         return [*map(cut, last[: len(avals)], fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 
     def _fills(self, run: Run, specs: list, carried: Iterable[int]) -> list[int]:
-        """Tokens beyond its own with which each output is carried, one of them at most: of blocks whose attention tells those apart."""
+        """Tokens of padding that each output is carried with, one output at most: for blocks whose attention ignores them."""
         modules = run.group.block(self.model, run.start).modules()
         processors = [(m, m.processor) for m in modules if hasattr(m, "processor")]
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
@@ -290,7 +290,7 @@ class BlockRuns:
 
 
 def _filled(array, fill: int):
-    """[B, T, C] with so many tokens of zeros behind it."""
+    """[B, T, C] with so many tokens of zeros at its end."""
     return jnp.pad(array, ((0, 0), (0, fill), (0, 0))) if fill else array
 
 

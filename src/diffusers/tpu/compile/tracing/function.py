@@ -42,7 +42,7 @@ from .scopes import module_scopes
 from .user_code import is_watched_inside, rewritten, scripted
 
 
-MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
+MOST_FILL = 0.02  # of the tokens may be added, for whole tiles on every chip
 
 Arrays = dict[str, jax.Array]
 Traced = tuple[list[jax.Array], TraceResult]
@@ -50,7 +50,7 @@ _tracing = contextvars.ContextVar("diffusers_tpu_tracing", default=False)
 
 
 def tracing() -> bool:
-    """Whether a module is being traced: what it calls then runs as upstream wrote it, as a part of the trace."""
+    """Whether a module is being traced: modules that it calls then run as upstream wrote them, as part of the trace."""
     return _tracing.get()
 
 
@@ -60,14 +60,14 @@ class PureFunction:
 
     Args:
         spec, leaves: the flattened (args, kwargs); TENSOR stands for a tensor, the rest is static.
-        specs: spec of each weight while it computes, by its key; groups' keys start with the group's label. `settled`: those that lie so already. `packed`: those that are stored so.
-        attention: settings of the trace, the mesh among them; `settings`: of each block, read once.
-        kept, kind: a cache that the module has, and the call's kind of step: its tensors are the last inputs, what it gives the last outputs.
+        specs: spec of each weight while it computes, by key; groups' keys start with the label.
+        settled, packed: as in `PlacedWeights`. attention: settings of the trace, with the mesh. settings: of each block, read once.
+        kept, kind: the module's step cache and the call's kind of step: its tensors are the last inputs, its results last outputs.
         branches: how many calls are side by side in the batch.
-        part: of a model whose own lines run one by one: it must not share memory with them.
-        room: bytes of a chip for what blocks keep for the way back, of a call that will be differentiated.
-        autocast: what products are cast to.
-        values: number of a tensor of the call -> its values, by which a trace decides (`TraceResult.decisions`); None: it cannot.
+        part: it is part of a model whose own lines run eagerly: it must not share memory with them.
+        room: bytes of a chip for what blocks keep for the backward pass, if the call will be differentiated.
+        autocast: the dtype that products are cast to.
+        values: number of a tensor of the call -> its values, for branches (`TraceResult.decisions`); None: a trace cannot branch.
     """
 
     module: torch.nn.Module
@@ -141,13 +141,13 @@ class PureFunction:
         return () if self.kept is None else self.kept.apart
 
     def _by_plan(self) -> Iterator[tuple]:
-        """Processors, methods and replicated parts of the plan, but not in the place of what the user or a hook has put there."""
+        """Replacements by the plan's processors, methods and replicated parts, but not of what the user or a hook has set."""
         plan, planned = self.plan, []
         for m in self.module.modules():
             kind, methods = type(getattr(m, "processor", None)), [k for k in plan.methods if k[0] is type(m)]
             if kind in plan.processors or methods:
                 planned.append((m, kind, methods))
-        # All or none: they hand each other what upstream's would not take. Linear layers are called, whatever they are.
+        # All or none: they pass each other what upstream's code does not accept. Linear layers may be of any class.
         parts = [part for m, *_ in planned for part in (m, *m.children()) if not isinstance(part, torch.nn.Linear)]
         classes = {*map(type, parts), *(kind for _, kind, _ in planned)}
         for m, kind, methods in () if not plan.by_width and any(map(rewritten, classes)) else planned:
@@ -162,9 +162,9 @@ class PureFunction:
                 yield vars(m), "forward", on_every_chip()(m.forward)
 
     def eagerly(self, weights: Arrays, inputs: list[jax.Array], in_parts: bool = False) -> Traced:
-        """As a trace, operation by operation: upstream's Python runs, hooks see values, what it keeps stays.
+        """As a trace, but operation by operation: upstream's Python runs, hooks see values, and what it stores stays.
 
-        `in_parts`: submodules that have a runner answer through it, on weights of their own.
+        `in_parts`: submodules that have a runner run by it, with weights of their own.
         """
         waits = vars(environment()), "one_at_a_time", self.attention.platform == "cpu"
         with self._computing(), replaced([waits]):
@@ -172,7 +172,7 @@ class PureFunction:
             return self._run(inputs, forward, lambda leaf: leaf)
 
     def line_by_line(self, weights: Arrays, args, kwargs, in_parts: bool = False):
-        """Upstream's return value for the caller's own tensors, as `eagerly`, where device tensors work already."""
+        """Upstream's return value for the caller's own tensors, as `eagerly`, where the environment is active already."""
         with contextlib.nullcontext() if in_parts else bound(_tracing, True):
             output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
         for name, weight in changed.items():
@@ -197,7 +197,7 @@ class PureFunction:
         return output
 
     def _run(self, inputs: list[jax.Array], forward: Callable, plain: Callable) -> Traced:
-        """Flat output arrays of `forward(args, kwargs)`, and what they are. `plain`: what becomes of a part that is no tensor."""
+        """Flat output arrays of `forward(args, kwargs)`, and what they are. `plain`: called on static parts of the return value."""
         given = [Tensor(array, environment()) for array in inputs]
         args, kwargs = unflattened(self.spec, self.leaves, given)
         held = Arguments((args, kwargs), given)
@@ -225,7 +225,7 @@ class PureFunction:
         return stacked, single
 
     def gathered(self, key: str, array, layers: tuple | None = None) -> Tensor:
-        """A weight whole on every chip, but for the axes that it is computed on. `layers`: the stack that it is a layer of, and which."""
+        """A weight, whole on every chip but for axes sharded in computing. `layers`: the stack that it is a layer of, and which."""
         there = NamedSharding(self.attention.mesh, self.specs[key])
         whole = array if halo_shards() is not None else jax.lax.with_sharding_constraint(array, there)
         whole = jax.block_until_ready(whole) if environment().waits else whole
@@ -238,17 +238,17 @@ class PureFunction:
         return unpacked(weight, self.packed[key]) if key in self.packed else weight
 
     def _narrow(self, array, spec: PartitionSpec) -> Narrow | None:
-        """A weight in 8 bits, made so by the chips that store its parts, and gathered then: half the exchange; None: it stays as it is."""
+        """A weight in 8 bits, converted by the chips that store its parts, then gathered: half the exchange; None: it stays."""
         settings = self.attention
         if settings.linear == "bfloat16" or settings.differentiable or not is_wide(array):
             return None
         narrow, rows = narrowed(array, settings.linear), PartitionSpec(*spec[:1])
         there = Narrow(*(NamedSharding(settings.mesh, one) for one in (spec, rows)))
-        # Without the barrier the compiler gathers numbers of 32 bits, and rounds them then.
+        # Without the barrier the compiler gathers 32-bit numbers, and rounds them afterwards.
         return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(narrow), there)
 
     def layout(self, shapes: list[tuple[int, ...]], names: dict[int, str]) -> list[PartitionSpec | None]:
-        """Where each output of a block lies between blocks, None: anywhere. `names`: of the arguments of the next block that they are."""
+        """The spec of each output of a block between blocks; None: any. `names`: output -> argument of the next block."""
         spec = self.plan.activation_spec
         if spec == INFERRED:
             lengths = {n: shapes[n][1] for n in names if len(shapes[n]) == 3}
@@ -263,10 +263,10 @@ class PureFunction:
         return [one if one is not None and len(one) == len(shape) else None for one, shape in zip(specs, shapes)]
 
     def padding(self, shape: tuple[int, ...], spec: PartitionSpec | None) -> int:
-        """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
+        """Tokens to append to an output [B, T, C], so that chips of `sp` have equally many; whole tiles if that takes few.
 
-        Whole tiles also where a chip has several sequences: it would move every one to where the one before ends; and for sparse attention,
-        whose tokens are exchanged in order.
+        Whole tiles also if a chip has several sequences, each of which would else be moved to where the one before ends; and for
+        sparse attention, whose tokens are exchanged in order.
         """
         lengths = self.attention.mesh.shape
         dp, sp = lengths["dp"], lengths["sp"]
@@ -279,6 +279,6 @@ class PureFunction:
 
 @contextlib.contextmanager
 def on_every_chip():
-    """What is computed inside is whole on every chip: no sequence in it is split."""
+    """While this is open, what is computed is whole on every chip: sequences are not sharded."""
     with using(replace(current(), sequence=False, replicated=True, pad_tokens=0)):
         yield

@@ -1,4 +1,4 @@
-"""Calls of a module's method with other weights and numbers than the module's own."""
+"""Calls of a module's method with weights and numbers other than the module's own."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ class Method(torch.nn.Module):
 
 
 def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> tuple[object, dict[str, torch.Tensor]]:
-    """What the method returns with these weights, by `module.NAME`; and those of them that it wrote into, or replaced."""
+    """What the method returns with these weights, by `module.NAME`; and those of them that it wrote to or replaced, by `NAME`."""
     before = {name: weight.jax() for name, weight in weights.items()}
     output = torch.func.functional_call(method, weights, args, kwargs)  # puts what is there afterwards into `weights`
     after = {name: w for name, w in weights.items() if not isinstance(w, Tensor) or w.jax() is not before[name]}
@@ -36,7 +36,7 @@ def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> t
 def numbered(
     module: torch.nn.Module, numbers: dict[str, jax.Array], adapters: Adapters
 ) -> contextlib.AbstractContextManager:
-    """While this is open, the module's numbers are those that the program is given, by `LAYER/PLACE`."""
+    """While this is open, the module's LoRA scales are those that the program is given, by `LAYER/PLACE`."""
     found = ((*key.split("/"), array) for key, array in numbers.items())
     return replaced(
         (module.get_submodule(layer).scaling, adapters.order[int(place)], Scale(array))
@@ -46,7 +46,7 @@ def numbered(
 
 @contextlib.contextmanager
 def undone_trace(module: torch.nn.Module) -> Iterator[Trace]:
-    """Around a trace: what it does to the module is undone. Gives what could not be, filled at the end: then no program stands for it."""
+    """Around a trace: its effects on the module are undone. Gives these as a `Trace`, filled at the end."""
     env = environment()
     drawn = env.draws
     with undone(read(module)) as effects:
@@ -55,7 +55,7 @@ def undone_trace(module: torch.nn.Module) -> Iterator[Trace]:
 
 
 def put(module: torch.nn.Module, name: str, weight: torch.Tensor):
-    """The module's own weight of this name is what a call on the chips made of it."""
+    """Set the module's weight of this name to the value that a call on the chips computed."""
     path, _, name = name.rpartition(".")
     owner, value = module.get_submodule(path), from_numpy(weight.jax()) if on_device(weight) else weight
     before = getattr(owner, name)
@@ -64,17 +64,17 @@ def put(module: torch.nn.Module, name: str, weight: torch.Tensor):
     setattr(owner, name, torch.nn.Parameter(value, before.requires_grad) if name in owner._parameters else value)
 
 
-# Numbers that a program is given: upstream's code multiplies and divides by them, and a new value needs no new program
+# Numbers as a program's arguments: upstream's code multiplies and divides by them, and a new value needs no new program
 
 
 class NumberRead(Exception):
-    """A trace asked for the value of a number that it multiplies by, to decide something: it must be a constant then."""
+    """A trace read the value of a number that is an argument of its program: the number has to be a constant."""
 
 
 class Scale:
-    """Stands where upstream's code has a Python number. Products with tensors are computed in float32 and rounded once, as torch's are.
+    """Replaces a Python number in upstream's code. Products with tensors are computed in float32 and rounded once, as in torch.
 
-    Raises NumberRead where its value is asked for.
+    Raises NumberRead if its value is read.
     """
 
     def __init__(self, array: jax.Array):
@@ -109,7 +109,7 @@ class Scale:
 
 
 class Elapsed(Scale):
-    """Steps from one call to another, never none, of each of the batch [B]."""
+    """Steps from one call to another, never zero, for each row of the batch [B]."""
 
     def _beside(self, x: jax.Array) -> jax.Array:
         return self.array.reshape(-1, *[1] * (x.ndim - 1))

@@ -1,5 +1,5 @@
-"""Which results of its layers each scanned block keeps for the way back: those that take longer to compute again than to be kept, as
-many as a chip has room for, the dearest first."""
+"""Which results of its layers each scanned block keeps for the backward pass: those that take longer to compute again than to keep,
+the most expensive first, as many as a chip has room for."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ...kernels.kept import ATTENTION, is_worth_its_room, worth
 from ...kernels.settings import Settings
 
 
-WITHIN = 4  # what one block needs on its way back, in results of its layers: these, their gradients, both in float32
+WITHIN = 4  # memory of a block's backward pass, in sizes of its layers' results: they and gradients, in float32
 
 
 def kept_by_blocks(
@@ -20,7 +20,7 @@ def kept_by_blocks(
     """JAX's policy for `jax.checkpoint`, and how much of the room it takes.
 
     Args:
-        step: (carry, of_block) -> (carry, more) of one block. `blocks`: how many of it.
+        step: (carry, of_block) -> (carry, more) of one block. `blocks`: how many there are.
         room: bytes of a chip.
     """
     if math.isinf(room):

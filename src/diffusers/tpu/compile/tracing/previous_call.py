@@ -1,8 +1,8 @@
 """Whether a call of a module does what the call before it did, although that one left something in the module's attributes.
 
-Two calls are traced as one function, nothing put back between them. The second answer may depend on weights and its own inputs. If it
-depends on the first call's inputs, or a number or the length of a list changes again, something is kept from call to call.
-If it is only computed in another way, the first call may be the one that is special: it runs eagerly, once.
+Two calls are traced as one function, with nothing restored between them. The second result may depend on the weights and its own
+inputs. If it depends on the first call's inputs, or a number or a list's length changes again, state is kept from call to call. If
+it is only computed in another way, the first call may be the special one: it runs eagerly, once.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def depends_on_previous_call(function: PureFunction, avals: tuple, effects: Trace):
-    """What a call after the traced one would see of it, into `effects`: names and containers that last. `avals`: of `TraceResult`."""
+    """Find what later calls would see of the traced one: names and containers, into `effects`. `avals`: of `TraceResult`."""
     left = []
 
     def calls(weights, first, second, numbers):
@@ -42,7 +42,7 @@ def depends_on_previous_call(function: PureFunction, avals: tuple, effects: Trac
     except Exception:
         if not left:
             raise
-        effects.names = sorted(left[0])  # what the first call could do the second cannot
+        effects.names = sorted(left[0])  # the second call fails where the first did not
     else:
         given, first = len(jax.tree.leaves(weights)), len(jax.tree.leaves(shapes[0]))
         sees = _sees(traced, first, slice(given, given + len(inputs)))
@@ -56,23 +56,23 @@ def depends_on_previous_call(function: PureFunction, avals: tuple, effects: Trac
 
 
 def _sees(traced, first: int, inputs: slice) -> bool | None:
-    """Whether the second answer is computed of the first call's inputs; None: it is not, but in another way than the first answer.
+    """Whether the second result depends on the first call's inputs; None: it does not, but is computed otherwise than the first.
 
-    The first answer is as many of the outputs as `first` says.
+    `first`: how many of the outputs are the first result.
     """
     jaxpr, count = traced.jaxpr, len(traced.jaxpr.outvars)
     one, _ = dce_jaxpr(jaxpr, [n < first for n in range(count)])
     two, used = dce_jaxpr(jaxpr, [n >= first for n in range(count)])
     if any(used[inputs]):
         return True
-    # What a block has left is of a trace within this one: a constant without a value.
+    # What a block has left comes from a trace inside this one: here it is a constant without a value.
     within = {id(var) for var, x in zip(jaxpr.constvars, traced.consts) if isinstance(x, jax.core.Tracer)}
     read = {id(var) for eqn in two.eqns for var in eqn.invars} | {*map(id, two.outvars)}
     return None if within & read or Counter(_operations(one)) != Counter(_operations(two)) else False
 
 
 def _operations(jaxpr) -> Iterator[tuple]:
-    """Names of all operations, those inside of others too, each with the numbers that it is given."""
+    """Names of all operations, nested ones too, each with the numbers among its operands."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name, *(str(x) for x in eqn.invars if isinstance(x, Literal))
         for program in jaxprs_in_params(eqn.params):
@@ -80,7 +80,7 @@ def _operations(jaxpr) -> Iterator[tuple]:
 
 
 def _alike(one: list, two: list) -> bool:
-    """Whether two calls have left the same things, as far as Python can tell."""
+    """Whether two calls left the same things, as far as Python can compare them."""
     return len(one) == len(two) and all(map(_same, one, two))
 
 

@@ -1,4 +1,4 @@
-"""What a forward returns, flattened: tensors, and what is static. It makes up upstream's return value of other tensors."""
+"""What a forward returns, flattened into tensors and static parts; and upstream's return value, rebuilt from other tensors."""
 
 import enum
 from collections.abc import Callable, Hashable, Iterable
@@ -24,7 +24,7 @@ PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.dev
 
 
 def flattened(tree, plain: Callable = lambda leaf: leaf) -> tuple[list[Tensor], TreeSpec, tuple]:
-    """The tensors of a tree, its spec and its static leaves. `plain`: of a leaf that is no tensor, what stays."""
+    """The tensors of a tree, its spec and its static leaves. `plain`: leaf that is no tensor -> what is stored for it."""
     flat, spec = tree_flatten(tree)
     found = [isinstance(x, Tensor) for x in flat]
     return [*compress(flat, found)], spec, tuple(TENSOR if tensor else plain(x) for x, tensor in zip(flat, found))
@@ -37,13 +37,13 @@ def unflattened(spec: TreeSpec, leaves: Iterable, tensors: Iterable):
 
 @dataclass(eq=False)
 class TraceResult:
-    """What a trace found out beside its arrays: these are of the return value, of what is written to arguments, of the step cache.
+    """What a trace found beside its arrays, which are those of the return value, of writes to arguments and of the step cache.
 
     Attributes:
         spec, leaves: the flattened return value; TENSOR stands for an array.
         written: what the call leaves in its arguments.
-        results, form: how many of the last arrays the step cache keeps, and what is static of them.
-        decisions: branches by values, with the values of this call. avals: shapes and dtypes of what was given.
+        results, form: how many of the last arrays the step cache keeps, and their static form.
+        decisions: branches on values, with the values of this call. avals: shapes and dtypes of weights, inputs and numbers.
     """
 
     spec: TreeSpec
@@ -55,11 +55,11 @@ class TraceResult:
     avals: tuple = ()
 
     def output(self, tensors: list):
-        """Upstream's return value with these tensors in the places of the traced ones."""
+        """Upstream's return value with these tensors in place of the traced ones."""
         return unflattened(self.spec, self.leaves, tensors)
 
     def __reduce__(self):
-        """For a process that has the program and no trace."""
+        """Pickled for another process, without `decisions` and `avals`, which only a trace needs."""
         return _result_of, (pickled(self.spec), self.leaves, self.written, self.results, self.form)
 
 
@@ -68,19 +68,19 @@ def _result_of(spec: tuple | None, *rest) -> TraceResult:
 
 
 class NoProgram(NotImplementedError):
-    """No program stands for what was traced: the message says why."""
+    """The call cannot be compiled: the message says why."""
 
 
 class WeightWritten(NoProgram):
-    """The trace wrote into a parameter or buffer."""
+    """The trace wrote to a parameter or buffer."""
 
 
 class Entangled(NoProgram):
-    """A part of a model shares memory with who calls it."""
+    """A part of a model shares memory with its caller."""
 
 
 def refuse_shared(given: list[Tensor], arrays: list[jax.Array], output):
-    """Raises Entangled where a call wrote into its arguments or answered with them: who made the call may look there."""
+    """Raises Entangled if a call wrote to its arguments or returned one: the caller may read them afterwards."""
     if any(tensor.jax() is not array for tensor, array in zip(given, arrays)):
         raise Entangled("it writes into an argument")
     own = {id(array) for array in arrays}
@@ -90,7 +90,7 @@ def refuse_shared(given: list[Tensor], arrays: list[jax.Array], output):
 
 
 def plain(leaf):
-    """A static part of a return value; an object that may hide tensors is refused, its values would be lost."""
+    """A static part of a return value. Raises NoProgram for an object that may hide tensors, whose values would be lost."""
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
     raise NoProgram(
@@ -99,7 +99,7 @@ def plain(leaf):
     )
 
 
-# A VAE's posterior is its parameters; mean, variance and samples follow from them where the value is used.
+# A VAE's posterior is its parameters; mean, variance and samples are computed from them where they are used.
 register_pytree_node(
     DiagonalGaussianDistribution,
     lambda posterior: ([posterior.parameters], posterior.deterministic),

@@ -20,18 +20,18 @@ from .scan import Group
 
 @dataclass(eq=False)
 class Run:
-    """Blocks `start` to `stop` of a group, their common arguments, and what of their outputs feeds which arguments.
+    """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments.
 
     Attributes:
         arrays: values of the first block's tensors when it was called: upstream's code may write to them afterwards.
         traced: the first block's trace.
-        make_output: makes a block's return value of its outputs.
+        make_output: builds a block's return value from its outputs.
         outputs: the last block's; `passed` are weak references to those of the blocks before it.
-        feeds: number of a tensor among a block's arguments -> where it is among what the block before gives; of a single block none.
-        between: what is made of the last block's outputs. repeated: of the first block's, if the next is fed by that.
-        given: of each block but the first, the tensors beside the outputs before it. operations: all that may be held.
+        feeds: number of a tensor among a block's arguments -> its place in what the block before gives; empty for a single block.
+        between: operations on the last block's outputs. repeated: those on the first block's, if they feed the next block.
+        given: for each block but the first, the tensors given to the operations before it. operations: all that may be in use.
         own: number of a tensor among a block's arguments -> its values in each block, where they differ.
-        autocast: what products are cast to, where the blocks were called.
+        autocast: the dtype that products are cast to where the blocks were called.
     """
 
     group: Group
@@ -56,12 +56,12 @@ class Run:
         return self.start + len(self.passed) + 1
 
     def begin(self, avals: list, compute):
-        """The last block gives outputs of these shapes; `compute` gives them their values."""
+        """Set the last block's outputs, of these shapes; `compute` sets their values."""
         self.between = Between(compute, more=self.stop < self.group.stop)
         self.outputs = [self.between.deferred(aval, Place("output", n)) for n, aval in enumerate(avals)]
 
     def extend(self, feeds: dict[int, Place], own: dict[int, jax.Array]):
-        """One block more, that is given these tensors of its own."""
+        """Add a block, which is given these tensors of its own."""
         for slot in {*own, *self.own}:
             earlier = self.own.setdefault(slot, [self.arrays[slot]] * (self.stop - self.start))
             earlier.append(own.get(slot, self.arrays[slot]))
@@ -79,7 +79,7 @@ class Run:
         return text_of(self.traced)
 
     def names(self, model: torch.nn.Module) -> dict[int, str]:
-        """Output -> the name of the argument of the next block that is made of it; "" where the block's forward names none."""
+        """Output -> the name of the next block's argument that is made from it; "" where the block's forward names none."""
         slots = itertools.count()
         numbered = [next(slots) if isinstance(leaf, Tensor) else None for leaf in self.leaves]
         args, kwargs = tree_unflatten(numbered, self.spec)
@@ -89,25 +89,25 @@ class Run:
         return {n: name_of.get(slot, "") for slot, place in self.feeds.items() for n in self.sources(place)}
 
     def sources(self, place: Place) -> set[int]:
-        """The outputs of which what feeds an argument is made."""
+        """The outputs that an argument fed from this place is made from."""
         return {place.number} if self.repeated is None else self.repeated.sources(place)
 
     def alike(self, slot: int) -> int | None:
-        """The output of which an argument is made that has its shape, or None."""
+        """The output that an argument is made from and that has its shape; None: there is none."""
         shapes = {n: self.outputs[n].shape for n in self.sources(self.feeds[slot])}
         return next((n for n, shape in shapes.items() if shape == self.arrays[slot].shape), None)
 
     def beside(self) -> list[jax.Array]:
-        """[L, ...] of each tensor beside the outputs of which arguments are made; what is made behind the last block is not used."""
+        """[L, ...] of each tensor given to the operations between blocks. What is made behind the last block is not used."""
         return [jnp.stack([*arrays, arrays[-1]]) for arrays in zip(*self.given)]
 
     def still_held(self) -> list[tuple[int, int, Deferred]]:
-        """(block of the run, number, output) of those passed on that someone else holds too."""
+        """(block of the run, number, output) of the earlier blocks' outputs that are still referenced."""
         found = ((k, n, ref()) for k, refs in enumerate(self.passed) for n, ref in enumerate(refs))
         return [(k, n, output) for k, n, output in found if output is not None]
 
     def continued_by(self, leaves: list, spec) -> tuple[dict[int, Place], dict[int, jax.Array]] | None:
-        """`feeds`, and tensors that are not the first block's by their number, if a call with these leaves goes on with this run, else
+        """If a call with these leaves continues this run: `feeds`, and its tensors that are not the first block's, by number. Else
         None."""
         if spec != self.spec:
             return None
@@ -118,7 +118,7 @@ class Run:
                 if value is None or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
                     return None
                 if started.setdefault(place, value) is not value:
-                    return None  # two arguments that were two values are one from here on
+                    return None  # two arguments that had different values have one from here on
                 feeds[slot] = place
             elif value is None and leaf is not first and (isinstance(leaf, torch.Tensor) or leaf != first):
                 return None
@@ -131,21 +131,21 @@ class Run:
         return (feeds, own) if feeds and self.feeds in ({}, feeds) and again else None
 
     def unchanged(self, outputs: list[Deferred]) -> list[jax.Array]:
-        """In the place of outputs of blocks that do not run: what they were given, zeros where nothing was."""
+        """What replaces the outputs of blocks that do not run: the blocks' inputs, zeros where there are none."""
         given = {place.number: self.arrays[slot] for slot, place in self.feeds.items() if place.kind == "output"}
         found = [given.get(n) if n < len(self.outputs) else None for n in range(len(outputs))]
         return [jnp.zeros(o._aval.shape, o._aval.dtype) if x is None else x for o, x in zip(outputs, found)]
 
 
 def _stands_for(array: jax.Array, value: jax.Array) -> bool:
-    """Whether a block may be given this array in the place of the first block's: the same, or a floating one of its shape. By whole
-    numbers and truths blocks decide."""
+    """Whether a block may get this array in place of the first block's: the same, or one of floats of its shape. Blocks may branch
+    on integers and booleans."""
     alike = (array.shape, array.dtype) == (value.shape, value.dtype) and jnp.issubdtype(array.dtype, jnp.floating)
     return array is value or alike
 
 
 def text_of(traced: jax.extend.core.ClosedJaxpr) -> tuple[str, list]:
-    """Equal for two traces of the same operations on the same values; addresses of functions that JAX made on the way left out."""
+    """Text and constants, equal for two traces of the same operations on the same values; addresses of JAX's functions left out."""
     arrays = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in traced.consts]
     constants = [id(x) if isinstance(x, jax.core.Tracer) else (x.shape, x.dtype.str, x.tobytes()) for x in arrays]
     return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), constants

@@ -1,8 +1,8 @@
-"""Equal blocks of a ModuleList, found and stacked: what one scanned block needs in place of L unrolled ones.
+"""Equal blocks of a ModuleList, found and stacked, so that one scanned block replaces L unrolled ones.
 
 A group is a run of neighbours whose modules and weights have the same names, classes, shapes and dtypes, but for LoRA layers
-(`adapters`); its weights travel stacked, [L, ...], under names with `*` for the index: `blocks.*.attn1.to_q.weight`. One trace stands
-for those of a group's blocks whose settings agree too (`state.signature`).
+(`adapters`). Its weights are stacked, [L, ...], under names with `*` for the index: `blocks.*.attn1.to_q.weight`. One trace
+represents those of a group's blocks whose settings agree too (`state.signature`).
 """
 
 import itertools
@@ -25,7 +25,7 @@ TAKING_TURNS = {"resnets", "attentions"}
 class Group:
     """Blocks `start` to `stop` of the ModuleList called `path` in its model.
 
-    `layers`: (path in a block, number of the block whose LoRA layer there has the terms of all of them), where not all have.
+    `layers`: (path in a block, number of the block whose LoRA layer there has all terms), where not all blocks have them.
     """
 
     path: str
@@ -38,18 +38,18 @@ class Group:
         return [*model.get_submodule(self.path)][self.start : self.stop]
 
     def block(self, model: torch.nn.Module, index: int) -> torch.nn.Module:
-        """The one of this number in its ModuleList."""
+        """The block of this number in its ModuleList."""
         return model.get_submodule(f"{self.path}.{index}")
 
     def place_of(self, name: str) -> tuple[str, str] | None:
-        """The group's label, and a module's path in its block; None: it is in none of them."""
+        """The group's label, and a module's path in its block; None: it is in none of the group's blocks."""
         if not name.startswith(f"{self.path}."):
             return None
         number, _, path = name.removeprefix(f"{self.path}.").partition(".")
         return (self.label, path) if self.start <= int(number) < self.stop else None
 
     def sources(self, model: torch.nn.Module, adapters: Adapters) -> dict[str, list[str | None]]:
-        """Of each stacked weight its names in the model, first block first; None: the block lacks it, it adds nothing there."""
+        """Stacked weight -> its names in the model, first block first; None: the block lacks it and adds nothing there."""
         found, names = [Adapters(block, adapters.order).tensors(block) for block in self.blocks(model)], {}
         for weight in dict.fromkeys(itertools.chain.from_iterable(found)):
             of_blocks = [(index, block.get(weight)) for index, block in enumerate(found, self.start)]
@@ -57,7 +57,7 @@ class Group:
         return names
 
     def lent(self, model: torch.nn.Module, block: torch.nn.Module):
-        """While this is open, the block of this group has the terms of all of them."""
+        """While this is open, the block has the LoRA terms of all of the group's blocks."""
         places = []
         for path, number in self.layers:
             full = self.blocks(model)[number].get_submodule(path)
@@ -68,18 +68,18 @@ class Group:
 
 
 def is_repeated(block: torch.nn.Module | None, repeated: set[str]) -> bool:
-    """Whether the name of its class, or of that which it wraps, is one of these. A list of modules may hold None."""
+    """Whether its class, or that of the only module in it, has one of these names. A list of modules may hold None."""
     held = [] if block is None else [*block.children()]
     return any(type(module).__name__ in repeated for module in (block, *(held if len(held) == 1 else ())))
 
 
 def find_groups(model: torch.nn.Module) -> list[Group]:
-    """Runs of at least two equal neighbours in the model's ModuleLists of the blocks that its class says are repeated.
+    """Runs of at least two equal neighbours in the model's ModuleLists of blocks that its class declares as repeated.
 
-    diffusers names them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter; what wraps one alone is one. Other lists may hold blocks that
-    share state from call to call, as a VAE's with its feature cache; a UNet's `resnets` and `attentions` beside them take turns, and would
-    be sliced out of what was stacked. Adapters of some of the blocks part no run where zeros can stand for them in the others. Blocks
-    with a parameter that the model has under more than one name are in no group.
+    diffusers declares them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter; a module around a single one
+    counts as that. Blocks of other lists may share state from call to call, such as a VAE's with its feature cache. A UNet's
+    `resnets` and `attentions` beside them alternate, and would be sliced out of the stack. Adapters of some blocks do not split a
+    run if zeros can replace them in the others. Blocks with a parameter that has several names in the model are in no group.
     """
     repeated = {*(getattr(model, "_repeated_blocks", None) or ())}
     if not hasattr(model, "decode"):
@@ -102,7 +102,7 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
 
 
 def _lending(bare: list, blocks: torch.nn.ModuleList, order: list[str]) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Runs of blocks that are equal but for what they can lend each other, else of those that are equal."""
+    """Runs of blocks that are equal except for LoRA terms that they can lend each other; else of those that are equal."""
     for start, stop in _runs(bare):
         if (layers := lenders(blocks[start:stop], order)) is not None:
             yield start, stop, layers
@@ -112,14 +112,14 @@ def _lending(bare: list, blocks: torch.nn.ModuleList, order: list[str]) -> Itera
 
 
 def _runs(items: list) -> Iterator[tuple[int, int]]:
-    """First and behind the last of equal neighbours."""
+    """Start and stop of each run of equal neighbours."""
     start = 0
     for _, run in itertools.groupby(items):
         yield start, (start := start + len([*run]))
 
 
 def structure(block: torch.nn.Module, order: list[str], terms: bool = False) -> tuple:
-    """What must agree between two blocks for their weights to be stacked. `terms`: what their adapters add too."""
+    """What must agree between two blocks for their weights to be stacked. `terms`: also what their adapters add."""
     adapters = Adapters(block, order)
     name_of = adapters.seen if terms else adapters.bare
     named = (*block.named_parameters(), *block.named_buffers())
@@ -129,5 +129,5 @@ def structure(block: torch.nn.Module, order: list[str], terms: bool = False) -> 
 
 
 def of_one(gives: dict) -> dict:
-    """What one block gives, as of a scan of one."""
+    """What one block gives, with the leading axis of a scan of one."""
     return jax.tree.map(lambda array: array[None], gives)

@@ -1,4 +1,4 @@
-"""Module names in compiled programs: every operation traced in a module's forward says whose it is.
+"""Module names in compiled programs: every operation that is traced in a module's forward carries the module's name.
 
 A profile, and the planner, then read `[blocks.*]/[attn1]/[to_q]` in an operation's name: upstream's module names in brackets, each
 relative to the one before (a name with a dot in front is whole); `*` is a scanned block.
@@ -23,7 +23,7 @@ def around_forwards(enter: Callable, leave: Callable, **how):
 
 
 def watching(name_of: Callable, seen: Callable) -> contextlib.AbstractContextManager:
-    """While this is open, `seen(name, number of the call, (args, kwargs), output)` after each call of a module that `name_of` names."""
+    """While this is open, call `seen(name, number of the call, (args, kwargs), output)` after each call of a named module."""
     open_calls, calls = [], itertools.count()
 
     def enter(module, args):
@@ -38,10 +38,10 @@ def watching(name_of: Callable, seen: Callable) -> contextlib.AbstractContextMan
 
 
 def module_scopes(model: torch.nn.Module, groups: list[Group]) -> contextlib.AbstractContextManager:
-    """While this is open, forwards of the model's submodules trace under their names."""
+    """While this is open, forwards of the model's submodules are traced under their names."""
     names = {}
     for name, module in model.named_modules():
-        # `blocks.0.attn1` as `blocks.*.attn1`: one scanned block stands for all of its group
+        # `blocks.0.attn1` as `blocks.*.attn1`: one scanned block represents its group
         place = next(filter(None, (group.place_of(name) for group in groups)), (name,))
         names[id(module)] = ".".join(filter(None, place)) or None
     open_scopes: list[tuple[str, object]] = []
@@ -49,7 +49,7 @@ def module_scopes(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abs
     def enter(module, args):
         if (name := names.get(id(module))) is not None:
             outer = open_scopes[-1][0] + "." if open_scopes else ""
-            inside = name.startswith(outer)  # not where a module's operation has made waiting blocks run
+            inside = name.startswith(outer)  # not if an operation of the module computes deferred blocks
             scope = jax.named_scope(f"[{name.removeprefix(outer)}]" if inside else f"[.{name}]")
             scope.__enter__()
             open_scopes.append((name, scope))

@@ -1,8 +1,8 @@
-"""What of a module is the script's own: hooks and forwards that look inside, and code beside its libraries'.
+"""Code of the user's script in a module: hooks and forwards that look inside, and code that is not a library's.
 
-A plan's processors and methods give parts of a module other inputs than upstream's do: two streams apart where upstream concatenates
-them, a norm with the rotation after it in one pass. A hook on a part would see those, or nothing. And what a script's code computes of
-a part of a map is not known. So such a module runs as upstream wrote it.
+A plan's processors and methods give parts of a module other inputs than upstream does: two streams where upstream concatenates
+them, a norm and the rotation after it in one pass. A hook on a part would see those inputs, or none. What a script's code computes
+from a part of a map is unknown. So such a module runs as upstream wrote it.
 """
 
 import functools
@@ -18,9 +18,9 @@ from ..state.values import is_ours
 
 
 def is_watched_inside(module: torch.nn.Module, apart: tuple = ()) -> bool:
-    """Whether a part of the module has a hook, or a forward, of the user's. `apart`: hooks of a cache that programs stand for.
+    """Whether a part of the module has a hook or a forward of the user's. `apart`: hooks of a step cache that is compiled.
 
-    Upstream's layerwise casting looks at weights alone.
+    Upstream's layerwise casting reads weights alone, so it does not count.
     """
     return any(_is_watched(part, apart) for part in module.modules() if part is not module)
 
@@ -36,15 +36,15 @@ def _is_watched(part: torch.nn.Module, apart: tuple) -> bool:
 
 
 def hooks_of(owner, way: str = "forward") -> list:
-    """Of a module, or torch's of all modules (`torch.nn.modules.module`), on the way forward or backward; but ours."""
+    """Hooks of a module, or torch's of all modules (`torch.nn.modules.module`), forward or backward; without ours."""
     found = (x for name, x in vars(owner).items() if way in name and name.endswith("hooks") and isinstance(x, dict))
     return [f for some in found for f in some.values() if not is_ours(f)]
 
 
 def scripted(module: torch.nn.Module) -> str | None:
-    """The first part that runs code of the script's, in words; None: none does.
+    """Which part first runs code of the script's, in words; None: none does.
 
-    What the script put on the module itself runs around its parts, not in them: of it only the class counts.
+    What the script put on the module itself runs around its parts, not in them: of the module only the class counts.
     """
     for cls in {type(m): None for m in module.modules()}:
         if has_own_code(cls):
@@ -57,7 +57,7 @@ def scripted(module: torch.nn.Module) -> str | None:
 
 
 def rewritten(cls: type) -> bool:
-    """Whether the script has put code into this class of a library's, or a function into its module or `torch.nn.functional`."""
+    """Whether the script has put code into this class of a library, or a function into its module or `torch.nn.functional`."""
     held = (*vars(sys.modules[cls.__module__]).values(), *vars(torch.nn.functional).values())
     return is_library(cls) and (
         has_own_code(cls) or any(isinstance(x, types.FunctionType) and not is_library(x) for x in held)
@@ -73,6 +73,6 @@ def is_own(x) -> bool:
 
 
 def has_own_code(cls: type) -> bool:
-    """Whether the class or a method that it has now is the script's."""
+    """Whether the class or one of its present methods is the script's."""
     functions = (f for base in cls.__mro__ for f in vars(base).values() if isinstance(f, types.FunctionType))
     return not all(map(is_library, (*cls.__mro__, *functions)))

@@ -1,4 +1,4 @@
-"""The package `video` for traced tensors: B C T H W, or with the width last."""
+"""The functions of `kernels.video` for traced tensors: B C T H W, or with the width last."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .functional import Method
 
 
 def _lifted(function: Callable, **fixed) -> Callable:
-    """`function` of arrays as one of traced tensors, in pytrees too. Functions among its arguments take and give tensors."""
+    """`function` of arrays as one of traced tensors, also in pytrees. Functions among its arguments take and return tensors."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -47,9 +47,9 @@ scan_batches = _lifted(chunks.scan_batches, axis=2)
 
 
 def behind(before: torch.Tensor, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
-    """x [B, C, T, H, W] behind the frames before it, for a convolution: what computes x writes it where that reads it (see `operators`).
+    """x [B, C, T, H, W] behind the frames before it, as a convolution's input; the convolution reads x there (see `operators`).
 
-    `first`: where this truth holds, x's first frame stands in the place of each of those.
+    `first`: where this is true, x's first frame replaces each of the frames before it.
     """
     first = None if first is None else first.jax()
     return joined_in_time(environment(), chunks.Behind(before.jax(), x.jax(), 2, first))
@@ -58,14 +58,14 @@ def behind(before: torch.Tensor, x: torch.Tensor, first: torch.Tensor | None = N
 def keeping_last(
     convolve: Callable, x: torch.Tensor, frames: int, shortcut: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`convolve(x)` of x [B, C, T, H, W] beside a shortcut, and the last frames of x, read from where the convolution has them before its
-    result is used: nothing has to hold x twice, or any longer."""
+    """`convolve(x)` of x [B, C, T, H, W] plus a shortcut, and the last frames of x, read from the convolution's own input before
+    its result is used: x is held neither twice nor any longer."""
     out = convolve(x) if shortcut is None else convolve(x) + shortcut
     return _lifted(lambda *both: lax.optimization_barrier(both))(out, x[:, :, -frames:])
 
 
 def causal_pad(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:
-    """`chunks.causal_frames` of x [B, C, T, H, W] as `behind`."""
+    """`chunks.causal_frames` of x [B, C, T, H, W], as in `behind`."""
     kept = None if kept is None else kept.jax()
     return joined_in_time(environment(), chunks.causal_frames(x.jax(), kept, frames, axis=2))
 
@@ -73,21 +73,21 @@ def causal_pad(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:
     """`chunks.scan_chunks` of x [B, C, T, H, W], by `step(chunk, cache, number)` -> output.
 
-    The cache is a list of `slots` entries that the step changes: in each None for good, or frames that a layer keeps for the next chunk.
+    The cache is a list of `slots` entries that the step changes: always None, or frames that a layer keeps for the next chunk.
     """
 
     def one(chunk, cache, number):
         cache = [*cache]
         out = step(chunk, cache, number)
-        return out, None if number is None else cache  # of one chunk alone upstream's cache may hold anything
+        return out, None if number is None else cache  # with one chunk upstream's cache may hold anything
 
     return _lifted(chunks.scan_chunks, axis=2)(one, x, size, [None] * slots)
 
 
 def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, own) -> tuple[torch.Tensor, object]:
-    """Modules of one kind one after another, traced once and scanned: (what the last gives, what each keeps, stacked).
+    """Modules of one kind one after another, traced once and scanned: (the last one's output, what each keeps, stacked).
 
-    `call(module, x, own)` gives x for the next and what the module keeps, any structure of tensors; `own`: None, or those of all, stacked.
+    `call(module, x, own)` returns x for the next and what the module keeps, any structure of tensors. `own`: stacked; or None.
     """
     weights = [dict(module.state_dict(keep_vars=True)) for module in modules]
     stacked = {name: jnp.stack([tensors[name].jax() for tensors in weights]) for name in weights[0]}
@@ -104,7 +104,7 @@ def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, 
 def normed_by_place(
     layer: torch.nn.GroupNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, silu: bool = False
 ) -> torch.Tensor:
-    """`norm.normed_by_place` of x [B, C, T, H, W] and maps that are as fine or coarser."""
+    """`norm.normed_by_place` of x [B, C, T, H, W] with maps `scale` and `shift`, as fine as x or coarser."""
 
     def of_arrays(weight, bias, *maps):
         x, *maps = (jnp.moveaxis(array, 1, -1) for array in maps)
@@ -116,7 +116,7 @@ def normed_by_place(
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     """`convolution.doubled_by_lines` of x [B, C, T, H, W] or of maps [N, C, H, W]: on a shard by columns, else by rows.
 
-    Raises NotByShards for a convolution that pads with other than zeros.
+    Raises NotByShards for a convolution that pads with anything but zeros.
     """
     if conv.padding_mode != "zeros":
         raise halo.NotByShards(f"expected zeros around a map that is doubled, got padding_mode {conv.padding_mode!r}")
@@ -126,7 +126,7 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
         frames, rows = rows.shape[:-3], rows.reshape(-1, rows.shape[-3], 1, *rows.shape[-2:])
         out = doubled_by_lines(rows, weight.transpose(2, 3, 1, 0), bias)
         return Tensor(jnp.moveaxis(out.reshape(*frames, out.shape[1], *out.shape[3:]), -1, 1), x._env)
-    if x.ndim == 4:  # none of them sees another: as if they were one's frames
+    if x.ndim == 4:  # maps do not affect each other: convolve them as one video's frames
         return doubled(conv, x.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
     columns = split.with_neighbours(array, 1, 1).transpose(0, 4, 2, 3, 1)
     out = doubled_by_lines(columns, weight.transpose(3, 2, 1, 0), bias)
@@ -134,7 +134,7 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 
 
 def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: torch.Tensor, multiple: int):
-    """`function(arguments)` by `shard_width`: tensors of the arguments of these names are maps, as x is, which is one of them."""
+    """`function(arguments)` by `shard_width`: tensors in the arguments of these `names` are maps, and x is one of them."""
     leaves, spec = tree_flatten(arguments)
     tensors = [t for name in names for t in tree_leaves(arguments.get(name)) if isinstance(t, torch.Tensor)]
     of_maps = [t for t in tensors if t is not x]

@@ -1,6 +1,6 @@
 """One attention function behind torch's SDPA, diffusers' dispatcher and our processors.
 
-The chips and the kernel are no arguments: `kernels.settings` has them for a trace. `explain()` lists how calls were computed.
+Mesh and kernel are not arguments: they come from `kernels.settings`. `explain()` lists how calls were computed.
 """
 
 import functools
@@ -29,9 +29,9 @@ class Dispatch:
     Attributes:
         q, k: shapes [B, N, T, D] and [B, K, S, D].
         mask: `Mask.kind`, "" for none.
-        kernel: of `KERNELS`, on one chip.
-        chips: the split over the mesh.
-        reason: why it is not the fast kernel, where one was expected; else "".
+        kernel: name in `KERNELS` of the kernel on each chip.
+        chips: how the call is split over the mesh.
+        reason: why the fast kernel was not used, where it was expected; else "".
     """
 
     q: tuple[int, ...]
@@ -43,7 +43,7 @@ class Dispatch:
     reason: str = ""
 
 
-ATTENTION = "scaled_dot_product_attention"  # what calls in a trace are named
+ATTENTION = "scaled_dot_product_attention"  # the name of attention calls in a trace
 _dispatched: Counter[Dispatch] = Counter()
 
 
@@ -55,16 +55,16 @@ def explain() -> dict[Dispatch, int]:
 def attention(
     q: Queries, k: Keys, v: Values, *, mask=None, is_causal=False, scale: float | None = None, enable_gqa=False
 ) -> Out:
-    """softmax(scale q k^T + mask) v with torch's meaning of every argument.
+    """softmax(scale q k^T + mask) v, with the arguments of torch's `scaled_dot_product_attention`.
 
     Args:
-        mask: bool (True takes part) or a bias, broadcastable to [B, N, T, S]; or a `Mask`, whose kind is known.
+        mask: bool (True takes part) or a bias, broadcastable to [B, N, T, S]; or a `Mask`, already classified.
         scale: 1/sqrt(D) if None.
 
     Raises:
         ValueError: shapes that disagree, a mask that does not broadcast, a mask together with `is_causal`.
-        TypeError: dtypes that disagree.
-        NotImplementedError: the kernel asked for by name does not take this call.
+        TypeError: dtypes that disagree, a mask that is neither bool nor floating.
+        NotImplementedError: the kernel chosen by name does not support this call; `Settings.pad_tokens` is set.
     """
     _check(q, k, v, enable_gqa)
     settings = current()
@@ -94,7 +94,7 @@ def attention(
 
 
 def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
-    """(result of the latents, of the text), both in one softmax, with a scale of 1/sqrt(D).
+    """Attention of latents and text in one softmax, with scale 1/sqrt(D): (result of the latents, of the text).
 
     Raises as `attention` does, and NotImplementedError for a window.
     """
@@ -127,7 +127,7 @@ def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
 
 
 def among_latents(q: Queries, k: Keys, v: Values) -> Out:
-    """Attention of latents among themselves, whose last may be none of the model's (`Settings.pad_tokens`). Raises as `attention` does."""
+    """Self-attention of latents; the last `Settings.pad_tokens` of them are padding, masked as keys. Raises as `attention` does."""
     settings, mask = current(), None
     tokens = k.shape[2] - settings.pad_tokens
     if settings.pad_tokens:
@@ -138,7 +138,7 @@ def among_latents(q: Queries, k: Keys, v: Values) -> Out:
 
 
 def _named(attend: Callable, near: Nearest | None) -> Callable:
-    """One named call in a trace, of which the planner counts the products: with how much tokens of a video see of it."""
+    """`attend` jitted under a name by which the planner counts products; if sparse, it has the mean share of the video seen."""
     attend.__name__ = ATTENTION if near is None else f"{ATTENTION}_{near.share:.3f}"
     return jax.jit(attend)
 
@@ -154,14 +154,14 @@ def _record(how: Dispatch):
 
 
 def _over_mesh(settings: Settings, local) -> dict:
-    """What attention over chips takes, of the attention of one chip and the settings. Kernels around another than ours: none."""
+    """Arguments of attention over chips. `interpret` is None unless `local` is our kernel: XLA then lays out what is exchanged."""
     ours = getattr(local, "func", None) in (kernel.tpu_attention, differentiable_attention)
     interpret = settings.interpreted if ours else None
     return {"mesh": settings.mesh, "local": local, "ring": settings.ring, "interpret": interpret}
 
 
 def _dispatch(settings: Settings, q, k, v, mask) -> tuple[Callable, Dispatch]:
-    """Attention of all chips, and how it is computed."""
+    """(attention over all chips, its `Dispatch`)."""
     name, local, reason = _local(settings, q, k, v, mask)
     run, chips = _spread(settings, q, k, local)
     return run, Dispatch(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason)
@@ -169,7 +169,7 @@ def _dispatch(settings: Settings, q, k, v, mask) -> tuple[Callable, Dispatch]:
 
 @functools.lru_cache(maxsize=256)
 def _program(settings: Settings, scale: float):
-    """Attention outside of a trace, compiled once for arguments of one kind."""
+    """Jitted attention for calls outside of a trace."""
 
     def scaled_dot_product_attention(q, k, v, mask):
         run, _ = _dispatch(settings, q, k, v, mask)
@@ -179,7 +179,7 @@ def _program(settings: Settings, scale: float):
 
 
 def _local(settings: Settings, q, k, v, mask):
-    """(name, attention of one chip, reason): the kernel of `Settings.kernel`; for "auto" the fastest that takes this call."""
+    """(name, attention on one chip, reason) by `Settings.kernel`; "auto": the kernel on TPU, else the reference (`reason`: why)."""
     name, auto = settings.kernel, settings.kernel == "auto"
     if auto:
         name = "kernel" if settings.platform == "tpu" else "reference"
@@ -210,7 +210,7 @@ def _plain(settings: Settings):
     return run, lambda q, k, v, mask: None
 
 
-# Name -> (attention of one chip with these settings, the reason why it does not take a call).
+# Name -> function of the settings: (attention on one chip, function that says why it does not support a call, or None).
 KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
     "kernel": _ours,
     "online": functools.partial(_ours, modes=(ONLINE,)),
@@ -220,7 +220,7 @@ KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
 
 
 def _spread(settings: Settings, q, k, local):
-    """(attention of all chips, `Dispatch.chips`)."""
+    """(attention over all chips, `Dispatch.chips`)."""
     mesh = settings.mesh
     if settings.chips == 1:
         return local, "one chip"

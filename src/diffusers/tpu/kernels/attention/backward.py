@@ -1,13 +1,13 @@
-"""Gradients of attention: one kernel for dq, dk and dv, which computes every score once more.
+"""Gradients of attention: one kernel for dq, dk and dv, which computes the scores again.
 
 With p the weights, o the output, g its gradient and l that of the log-sum-exp (Dao 2023, algorithm 2; scores s = scale q k^T),
 
     dv = p^T g;   ds = p (g v^T - rowsum(g o) + l);   dk = scale ds^T q;   dq = scale ds k.
 
-As in the forward kernel scores are transposed, [keys, queries], and exponentials to base 2: what is subtracted from scores, and
-from g v^T, is a row. Products whose results are kept are transposed too, [head size, tokens]: they fill the matrix units where
-g v^T and q k^T, as deep as a head, fill `head size / side` of them. A program is (head h, chunk c of queries, block j of keys,
-block i of queries): dk and dv of a block of keys stay in VMEM for all queries of a chunk, dq of a chunk for all keys. All sums
+As in the forward kernel, scores are transposed, [keys, queries], and exponentials are to base 2. What is subtracted from scores
+and from g v^T is a row. dq, dk and dv are transposed too, [head size, tokens], so that their products fill the matrix units; q k^T
+and g v^T, only as deep as a head, fill `head size / side` of them. The grid is (head h, chunk c of queries, block j of keys,
+block i of queries). dk and dv of a block of keys stay in VMEM for all queries of a chunk, dq of a chunk for all keys. All sums
 are float32.
 """
 
@@ -33,8 +33,8 @@ from .masks import Mask
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to, reference_attention
 
 
-PER_BLOCK = 60  # tokens' time that a block costs beside its own
-NEVER = 3e38  # the log-sum-exp of a row without keys, here: all its weights are 0
+PER_BLOCK = 60  # overhead of a block, as the time of so many tokens
+NEVER = 3e38  # the log-sum-exp used for rows without keys: their weights are 0
 
 
 def differentiable_attention(
@@ -52,11 +52,11 @@ def differentiable_attention(
     interpret=False,
     **forward,
 ) -> Out | tuple[Out, LogSumExp]:
-    """`tpu_attention`, which can be differentiated by q, k, v and a bias.
+    """`tpu_attention` with gradients of q, k, v and a bias.
 
     Args:
-        back: blocks of the kernel of gradients; None: `blocks_of`.
-        forward: more arguments of `tpu_attention`.
+        back: block sizes of the gradient kernel; None: `blocks_of`.
+        forward: further arguments of `tpu_attention`.
     """
     forward |= {"scale": scale, "generation": generation, "interpret": interpret}
     how = {"scale": scale, "generation": generation, "blocks": back, "interpret": interpret}
@@ -71,7 +71,7 @@ def differentiable_attention(
         learnt = mask if any(x.perturbed for x in jax.tree.leaves(arguments[3])) else None
         places = {"first_row": first_row, "first_key": first_key}
         out, lse = tpu_attention(q, k, v, mask=mask, with_lse=True, **places, **forward)
-        if not with_lse:  # a ring would keep those of every hop
+        if not with_lse:  # with_lse is for a ring, which would keep those of every hop
             out, lse = (checkpoint_name(x, ATTENTION) for x in (out.astype(q.dtype), lse))
         return (out, lse if with_lse else None), (q, k, v, mask, places, out, lse, learnt)
 
@@ -89,7 +89,7 @@ def differentiable_attention(
 
 
 def _gradient_of_bias(q, k, v, mask: Mask, of_out, of_lse, **how) -> Mask:
-    """By the reference: what is learnt of a bias is rare."""
+    """The gradient of a bias, by `reference_attention`: learnt biases are too rare for a kernel."""
 
     def outputs_of(mask):
         out, lse = reference_attention(q, k, v, mask=mask, with_lse=True, again=True, **how)
@@ -100,7 +100,7 @@ def _gradient_of_bias(q, k, v, mask: Mask, of_out, of_lse, **how) -> Mask:
 
 
 def blocks_of(shape: Shape) -> Blocks:
-    """Sizes of the kernel of gradients: up to 1,024 tokens a block, where that pads little; straight code as long as it compiles soon."""
+    """Block sizes of gradients: up to 1,024 tokens that pad little. Float32, heads over 128: 512, and pieces of one tile."""
     tile = Tile(*(min(256, round_up(n, LANES)) for n in (shape.q_len, shape.kv_len)), 3)
     short = shape.bytes == 2 and max(shape.dim, shape.out_dim) <= LANES
     most = 1024 if short else 512
@@ -112,7 +112,7 @@ def blocks_of(shape: Shape) -> Blocks:
 
 
 def chunk_of(blocks: Blocks, shape: Shape, generation: str | None) -> int:
-    """Blocks of queries whose dq stays in VMEM: as equal chunks as that has room for."""
+    """Blocks of queries in a chunk, whose dq stays in VMEM: chunks are as few as fit, and equal."""
     fixed, per_block = _vmem_bytes(blocks, shape)
     room = (vmem_limit(generation) - fixed) // per_block
     if room < 1:
@@ -122,7 +122,7 @@ def chunk_of(blocks: Blocks, shape: Shape, generation: str | None) -> int:
 
 
 def _vmem_bytes(blocks: Blocks, shape: Shape) -> tuple[int, int]:
-    """Of a kernel beside dq, and of dq of one block of queries; every block is there twice."""
+    """(VMEM of a kernel without dq, VMEM of dq of one block of queries); each block has two buffers."""
     dim, out_dim = round_up(shape.dim, SUBLANES * 2), round_up(shape.out_dim, SUBLANES * 2)
     wide = round_up(shape.dim, LANES) + round_up(shape.out_dim, LANES)
     of_queries = blocks.queries * ((dim + out_dim) * shape.bytes + 2 * SUBLANES * 4)
@@ -153,9 +153,9 @@ def attention_gradients(
     """Gradients of q, k and v in their dtypes.
 
     Args:
-        out, lse: of `tpu_attention`.
+        out, lse: results of `tpu_attention`.
         of_out, of_lse: gradients of these; None: zeros.
-        blocks: of one step, None: `blocks_of`.
+        blocks: block sizes; None: `blocks_of`.
 
     Raises ValueError for heads so large that no block fits VMEM.
     """
@@ -164,7 +164,7 @@ def attention_gradients(
     batch, heads, q_len, dim = q.shape
     call = Call(blocks, shape, mask, (), scale * LOG2_E, 0, heads, k.shape[1])
     seen = keys_seen(mask, first_row - first_key, q_len, k)
-    if seen is not None:  # others hold anything
+    if seen is not None:  # other keys may hold anything
         k, v = (jnp.where(seen, x, 0) for x in (k, v))
     if mask.queries is not None:
         of_out = jnp.where(mask.queries, of_out, 0)
@@ -208,7 +208,7 @@ def attention_gradients(
 
 
 def _operands(call: Call, per_chunk: int, q, k, v, of_out, lse, less, shift):
-    """As `kernel.make_operands`: q, k and of_out with tokens minor, k and v also as they lie; a row of lse, and one of `less`."""
+    """As `kernel.make_operands`: q, k and of_out with tokens minor, k and v also as given; lse and `less` as rows."""
     blocks, mask, scalars = call.blocks, call.mask, {}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
@@ -249,7 +249,7 @@ def _operands(call: Call, per_chunk: int, q, k, v, of_out, lse, less, shift):
 
 
 def _outputs(call: Call, rows: int, per_chunk: int, chunks: int) -> dict:
-    """Sums in float32, tokens minor: dq by head, dk and dv by chunk of queries and head of queries."""
+    """Sums in float32, tokens minor: dq per head, dk and dv per chunk of queries and query head."""
     shape, blocks = call.shape, call.blocks
     queries = blocks.queries * per_chunk
     spec = pl.BlockSpec((None, shape.dim, queries), lambda h, c, j, i, *s: (h, 0, c))
@@ -262,7 +262,7 @@ def _outputs(call: Call, rows: int, per_chunk: int, chunks: int) -> dict:
 
 
 def run(r, call: Call):
-    """Program (head, chunk of queries, block of keys, block of queries)."""
+    """One grid step (head, chunk of queries, block of keys, block of queries)."""
     head, chunk, j, i = (pl.program_id(axis) for axis in range(4))
     blocks = call.blocks
     first = pl.multiple_of(i * blocks.queries, blocks.queries)
@@ -291,9 +291,9 @@ def run(r, call: Call):
 
 
 def _piece(r, call: Call, masked, start, place):
-    """Queries from `start` on of the block, of which dq lies at `place`, with all its keys; straight code.
+    """One piece of queries, from `start` on in the block, with all its keys, as straight-line code. `place`: where its dq begins.
 
-    Both products of tile t + lag are before the three of tile t: the matrix units take work in this order.
+    Both products of tile t + lag come before the three of tile t: the matrix units work in program order.
     """
     blocks, tile, waiting = call.blocks, call.blocks.bound, deque()
 
@@ -310,7 +310,7 @@ def _piece(r, call: Call, masked, start, place):
     def sums(t: int, c: int, s, of_p):
         queries, keys, there = queries_of(t), keys_of(c), queries_of(t, place)
         s = s * call.factor
-        if masked:  # weights are at most 1: what is beyond the last query may hold anything
+        if masked:  # weights are at most 1; those beyond the last query could be anything
             s = jnp.minimum(masked(s, queries, keys) - r.lse[:, queries], 0.0)
         else:
             s = s - r.lse[:, queries]

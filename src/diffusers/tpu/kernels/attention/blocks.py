@@ -1,6 +1,6 @@
-"""Sizes of the attention kernel's blocks: by a rule of VMEM and of prices of its schedule, or tuned.
+"""Block sizes of the attention kernel: tuned ones, else the cheapest that fit VMEM by a cost model of its schedule.
 
-`tuned.json` holds what `diffusers-tpu bench attention --tune` found with the compiler; the rule does the rest.
+`tuned.json` holds what `diffusers-tpu bench attention --tune` found with the compiler; the cost model chooses all others.
 """
 
 import functools
@@ -16,16 +16,16 @@ from .softmax_modes import BOUND, MODES
 
 TUNED = Path(__file__).with_name("tuned.json")
 
-# What the rule's prices are, in bundles; schedules of v6e at Wan's shapes (other generations: the same order).
+# The cost model, in bundles: from schedules of v6e at Wan's shapes (other generations: the same order).
 PER_SCORE = 1540 / 2**20
-PER_PIECE = 250  # the matrix units run dry at the end of straight code
-PER_STEP = 180  # of the grid
-PER_QUERY = 0.25  # before the first key and after the last
+PER_PIECE = 250  # the matrix units idle at the end of each piece
+PER_STEP = 180  # a step of the grid
+PER_QUERY = 0.25  # work before the first key and after the last
 
-MOST_SCORES_ASKED = 5_600_000  # of one piece of code of blocks that were asked for, on any chip
-RARER_SCORES = 4_500_000  # of one piece of code of a mode that fewer heads go: what compiles in some 10 s on two cores
-AS_GOOD = 1.005  # of the lowest price: then what compiles sooner is better
-MOST_QUERIES = 8192  # of heads up to 128: what is done to a whole block of them before and after is straight code
+MOST_SCORES_ASKED = 5_600_000  # scores of a piece, for block sizes set by the user, on any chip
+RARER_SCORES = 4_500_000  # scores of a piece in the rarer modes: compiles in some 10 s on two cores
+AS_GOOD = 1.005  # times the lowest cost: up to this, blocks that compile sooner are preferred
+MOST_QUERIES = 8192  # in a block, heads up to 128: the work before and after all keys is straight-line code
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the kernel goes through queries and keys; all in tokens.
+    """Block sizes of the kernel, in tokens.
 
     Attributes:
         queries, keys: of one grid step.
-        piece: queries whose tiles, with all keys of the step, are one straight piece of code; pieces are looped over.
-        bound, online: the tiles of the mode "bound" and of the two others (see `modes`).
+        piece: queries whose tiles, with all keys of the step, are straight-line code; a loop runs over pieces.
+        bound, online: the tiles of mode "bound" and of the other two (see `softmax_modes`).
     """
 
     queries: int
@@ -58,13 +58,13 @@ class Blocks:
         return self.bound if mode == BOUND else self.online
 
     def straight(self, mode: str, kv_len: int, cut: bool, cut_at_end: bool, rare: bool = True) -> tuple[int, int]:
-        """Queries and keys of one straight piece of code of this mode; `cut`: masked, as `Call.cut_at_end` says, and `rare` or not."""
+        """(queries, keys) of one piece in this mode. `cut`: it masks; `cut_at_end`: as of `Call`; `rare`: few blocks are cut."""
         tile, keys, share = self.tile(mode), self.keys, 1
         if cut and cut_at_end:  # one block of many
             blocks = -(-kv_len // keys)
             keys = round_up(kv_len - (blocks - 1) * keys, tile.keys)
             share = max(-(-2 * keys // self.keys), min(4, blocks // 4))
-        elif cut:  # its piece is small, so that its code is
+        elif cut:  # small pieces, so that there is little code
             share = self.piece if rare else 2
         elif mode != BOUND:  # rarer, and the running maximum takes twice the code
             share = max(2, -(-self.piece * keys // RARER_SCORES))
@@ -75,7 +75,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sizes depend on. `masked`: the number of last keys that a mask by key may take away; `dense_bytes`: of `Mask.dense`."""
+    """What block sizes depend on. `masked`: last keys that a key mask may hide; `dense_bytes`: of an entry of `Mask.dense`."""
 
     q_len: int
     kv_len: int
@@ -88,14 +88,14 @@ class Shape:
 
     @property
     def whole_lanes(self) -> bool:
-        """Heads are whole rows of lanes, so that the kernel can take and give them as linear layers do."""
+        """Heads fill whole rows of lanes: the kernel can then use the layout of linear layers."""
         return self.dim % LANES == self.out_dim % LANES == 0
 
 
 def folded_parts(shape: Shape, generation: str | None) -> int:
-    """`Call.folded`: one of float32, two of bfloat16 where the depth of the matrix unit has room for them; else 0.
+    """`Call.folded`: 1 in float32; 2 in bfloat16 if the depth of the matrix unit has room for them; else 0.
 
-    One bfloat16 rounding of q more would double the error of scores of deviation 4.
+    One more bfloat16 rounding of q would double the error of scores with standard deviation 4.
     """
     if shape.bytes == 4:
         return 1
@@ -103,12 +103,12 @@ def folded_parts(shape: Shape, generation: str | None) -> int:
 
 
 def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
-    """VMEM of a kernel with these blocks, from above.
+    """An upper bound on the VMEM of a kernel with these blocks.
 
     Two buffers of each block of q^T [D, queries], k [keys, D], v^T [E, keys], the mask's parts and the output
-    [E, queries]; the state: two rows of eight sublanes and E float32 per query; q with its factor [2 D, queries] and keys
-    twice [keys, 2 D], whether or not the call has them; q turned [D, queries], as much; values without padding [E, keys];
-    the key mask's column [keys, 128]; and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
+    [E, queries]. The state: two rows of eight sublanes and E float32 per query. q times its factor [2 D, queries] and keys
+    twice [keys, 2 D], whether or not the call uses them; q transposed [D, queries]; values without padding [E, keys]; the
+    key mask's column [keys, 128]. What the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
     """
     wide, out_wide = round_up(shape.dim, LANES), round_up(shape.out_dim, LANES)
     tall, out_tall = round_up(shape.dim, 16), round_up(shape.out_dim, 16)
@@ -127,14 +127,14 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
 
 
 def vmem_limit(generation: str | None) -> int:
-    """Bytes a kernel may ask for: some are the compiler's own."""
+    """VMEM that a kernel may request: 12 MiB are left to the compiler."""
     return chip_of(generation).vmem_bytes - 12 * MIB
 
 
 def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, int] | None = None) -> Blocks:
-    """The blocks for a shape: `wanted` (`TPUConfig.attention_blocks`), else tuned ones, else the rule's first.
+    """The blocks for a shape: `wanted` (`TPUConfig.attention_blocks`), else tuned ones, else the cheapest candidate.
 
-    Raises ValueError where what is wanted does not fit VMEM, NotImplementedError for a generation that nothing is known of.
+    Raises ValueError if `wanted`, or the smallest candidate, does not fit VMEM; NotImplementedError for an unknown generation.
     """
     generation = chip_of(generation).generation
     if wanted is None:
@@ -149,7 +149,7 @@ def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, 
 
 
 def of_tiles(shape: Shape, generation: str | None, queries: int, keys: int) -> Blocks:
-    """Blocks of so many queries and keys, whole tiles of registers."""
+    """Blocks of exactly these queries and keys, as sparse attention needs them."""
     chip = chip_of(generation)
     bound, online = (Tile(math.gcd(q, queries), math.gcd(k, keys), lag) for q, k, lag in chip.tiles)
     width = math.lcm(bound.queries, online.queries)
@@ -157,19 +157,19 @@ def of_tiles(shape: Shape, generation: str | None, queries: int, keys: int) -> B
 
 
 def _largest_piece(queries: int, keys: int, width: int, most: int) -> int:
-    """Queries of a piece, whole tiles of this width, with at most so many scores; one tile where that has more."""
+    """The most queries of a piece that divide the block: tiles of `width` with at most `most` scores, or a single tile."""
     fitting = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= most)
     return max(fitting, default=width)
 
 
 def _most_scores(shape: Shape, chip) -> int:
-    """Of one piece: float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size."""
+    """Most scores of a piece: fewer in float32 (products are six of bfloat16, spills double) and for large heads (more code)."""
     most = chip.most_scores // (1 if shape.bytes == 2 else 10)
     return most * 256 // max(256, shape.dim + shape.out_dim)
 
 
 def tuned_key(shape: Shape, generation: str) -> str:
-    """The name of a shape in `tuned.json`."""
+    """The key of a shape in `tuned.json`."""
     return "-".join(map(str, (generation, *astuple(shape))))
 
 
@@ -179,26 +179,26 @@ def _tuned() -> dict[str, Blocks]:
 
 
 def from_list(values: list) -> Blocks:
-    """The blocks of `tuned.json`: sizes, and those of the tiles."""
+    """`Blocks` from an entry of `tuned.json`: three sizes and two tiles."""
     return Blocks(*values[:3], Tile(*values[3]), Tile(*values[4]))
 
 
 @functools.lru_cache(1024)
 def candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
-    """Blocks that fit VMEM, the cheapest by the rule's prices first."""
+    """Blocks that fit VMEM, the cheapest by `_price` first. Raises ValueError if there are none."""
     bound, online = _tiles(shape, generation)
     unit_q, unit_k = (math.lcm(getattr(bound, axis), getattr(online, axis)) for axis in ("queries", "keys"))
     found = []
     most = _most_scores(shape, chip_of(generation))
     of_keys = range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k)
-    # masking is slow: where one block, the last, holds all that may be masked, no other has code for it
+    # masking is slow: if all keys that may be masked are in the last block, no other block has code for it
     fitting = [n for n in of_keys if shape.masked <= (shape.kv_len - 1) % n + 1]
     of_keys = fitting if fitting and shape.masked < shape.kv_len else of_keys
     longest = MOST_QUERIES * LANES // max(LANES, shape.dim, shape.out_dim)
     for keys in of_keys:
         for piece in range(unit_q, min(2048, round_up(shape.q_len, unit_q)) + 1, unit_q):
             if piece // unit_q % 2 and piece > unit_q:
-                continue  # an odd number of tiles leaves one of two matrix units without work
+                continue  # with an odd number of tiles one of two matrix units idles
             if piece * keys > max(most, unit_q * unit_k):
                 break
             for queries in range(piece, max(piece, min(longest, round_up(shape.q_len, piece))) + 1, piece):
@@ -218,7 +218,7 @@ def candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
 
 
 def _code(blocks: Blocks, shape: Shape) -> int:
-    """Scores of all straight pieces of code that are compiled, where nothing but the end is masked."""
+    """Scores of all compiled pieces, a measure of compile time, if only the end is masked."""
     ends = shape.masked or shape.kv_len % blocks.keys
     pieces = [blocks.straight(mode, shape.kv_len, True, True) for mode in MODES if ends]
     if not ends or shape.kv_len > blocks.keys:
@@ -227,7 +227,7 @@ def _code(blocks: Blocks, shape: Shape) -> int:
 
 
 def _tiles(shape: Shape, generation: str) -> tuple[Tile, Tile]:
-    """The chip's tiles of the mode "bound" and of the others, no larger than the queries and keys there are."""
+    """The chip's tiles for mode "bound" and for the others, no larger than the call's queries and keys."""
     queries, keys = round_up(shape.q_len, LANES), round_up(shape.kv_len, LANES)
     bound, online = (Tile(min(q, queries), min(k, keys), lag) for q, k, lag in chip_of(generation).tiles)
     return bound, online
@@ -245,7 +245,7 @@ def _wanted(shape: Shape, generation: str, wanted: tuple[int, int, int]) -> Bloc
 
 
 def _price(blocks: Blocks, shape: Shape) -> float:
-    """Bundles of one head, by what schedules of such kernels cost."""
+    """Estimated bundles of one head."""
     full, rest = divmod(shape.kv_len, blocks.keys)
     pieces = blocks.queries // blocks.piece
     step = blocks.queries * blocks.keys * PER_SCORE + pieces * PER_PIECE + PER_STEP

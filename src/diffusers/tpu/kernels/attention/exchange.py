@@ -1,8 +1,8 @@
-"""The all-to-all of Ulysses on one chip: tokens traded for heads, and back.
+"""The all-to-all of Ulysses on one chip: exchanges tokens for heads, and back.
 
-What is sent and received lies token by token, all heads of a token side by side, as linear layers have it. XLA takes two passes
-of memory to cut columns into pieces, one a chip to join pieces, and one to turn tokens to lanes; the kernels take one each.
-Joined, every chip's tokens begin at a whole tile of `LANES`: what is left of each chip's (`rest`) comes after all of them.
+Data is sent and received in the layout of linear layers, all heads of a token side by side. XLA takes two passes over memory
+to cut columns into pieces, one per chip to join pieces, and one to transpose tokens to lanes; each kernel here takes one.
+After joining, each chip's tokens begin at a whole tile of `LANES`; the remainders of all chips (`rest`) follow at the end.
 """
 
 import functools
@@ -24,11 +24,11 @@ from ..settings import current
 from .key_bounds import KeyBounds
 
 
-BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
-SHARES = ((3, 2), (1, 1), (2, 1))  # of heads; fewer in the second, whose results nothing hides
-LEAST_TOKENS = 16_384  # of all chips, from which on attention of a group hides the next one's exchange (v6e)
+BLOCK_BYTES = 4 << 20  # of one array in VMEM; a kernel has two, or three with the remainders
+SHARES = ((3, 2), (1, 1), (2, 1))  # of heads in two groups; no attention hides the exchange of the second's results
+LEAST_TOKENS = 16_384  # of all chips; from here on a group's attention hides the next group's exchange (v6e)
 TURNED = (True, False, True)  # q, k and v: whether the kernel takes tokens minor
-VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own
+VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # two buffers of each array, and the compiler's own
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Exchange:
     """How the tensors of one attention call are exchanged over the `chips` of the axis "ulysses".
 
     Attributes:
-        in_order: rows must stay in the order of the sequence. They need not where nothing tells them apart but what they hold.
-        interpret: how the kernels run that lay out what is sent and what comes; None: XLA does.
-        shares: of heads, by group. While attention of one is computed, what the next needs travels, together: one exchange at a time
-            does.
+        in_order: rows must keep the order of the sequence. False if neither a mask nor their position matters.
+        interpret: of the kernels that lay out what is sent and received; None: XLA does it.
+        shares: of heads, by group. While attention of one group runs, q, k and v of the next are sent in a single exchange, as only
+            one runs at a time.
     """
 
     chips: int
@@ -49,7 +49,7 @@ class Exchange:
 
     @classmethod
     def of(cls, q, k, v, chips: int, in_order: bool, interpret, grouped: bool = False) -> "Exchange":
-        """For these tensors, by kernels where they take all of them: the rows of all come in one order. `grouped`: heads may be."""
+        """The exchange of these tensors, by kernels if they support all three: rows must share an order. `grouped`: by groups."""
         if interpret is None or not all(takes(x, chips, in_order) for x in (q, k, v)):
             return cls(chips, in_order, None)
         grouped = grouped and chips > 1 and chips * q.shape[2] >= LEAST_TOKENS and q.shape == k.shape == v.shape
@@ -59,11 +59,11 @@ class Exchange:
 
     @property
     def gives(self) -> dict:
-        """Arguments of our kernel: how what it takes and gives lies on the way through an exchange."""
+        """Arguments of our kernel for the layout of its operands and result between exchanges."""
         return {} if self.interpret is None or self.chips == 1 else {"turned": True}
 
     def own(self, x: Float[Array, "B N ..."]) -> list[Float[Array, "B N/W/G ..."]]:
-        """This chip's heads of each group, of an array that has all."""
+        """This chip's heads of each group, from an array of all heads."""
         if self.chips == 1:
             return [x]
         chip, found, first = lax.axis_index("ulysses"), [], 0
@@ -76,17 +76,16 @@ class Exchange:
     def attended(
         self, attend: Callable, q, k, v, behind: tuple[list, ...] | None = None, bounds_of: Callable | None = None
     ) -> tuple[Float[Array, "B N T D"], list[Float[Array, "B N/W/G L D"]]]:
-        """`attend(group, q, k, v, bounds)` of all tokens and this chip's heads of each group: for some tokens of all heads, and for those
-        behind of its own heads by group.
+        """Runs `attend(group, q, k, v, bounds)` on all tokens and this chip's heads, by group, and exchanges the results back.
 
-        Chips send one thing after another, so that none waits for what is larger and needed later: the mean of keys, keys, queries,
-        what else is known of keys, values, then what the next group needs, and results of each. Left to itself, the compiler sends
-        them in any order, and too late to be hidden.
+        Returns (result for this chip's tokens and all heads, by group the result for tokens `behind` and this chip's heads).
+        Chips send in this order: mean of keys, keys, queries, maxima of keys, values, then what the next group needs, and each
+        group's results. The compiler would otherwise choose any order, and send too late to hide it.
 
         Args:
-            behind: of q, k and v by group, tokens that stand behind those of all chips.
-            bounds_of: gives the bounds of the keys of all heads, of its argument `meanwhile` (see `key_bounds`); `attend` gets those of
-                its own by name. None: they are not known.
+            behind: tokens of q, k and v, by group, that follow the tokens of all chips.
+            bounds_of: returns the key bounds of all heads; its argument is `meanwhile` of `key_bounds`. `attend` gets those of this
+                chip's heads as keyword arguments. None: there are none.
         """
         others = [(None,) * 3 for _ in self.shares] if behind is None else [*zip(*behind)]
         length = 0 if behind is None else behind[0][0].shape[2]
@@ -128,7 +127,7 @@ class Exchange:
         return self._of_tokens(paste(results, self.interpret), dims[2]), answers
 
     def _own_bounds(self, bounds: KeyBounds | None) -> list[dict]:
-        """Of this chip's heads of every group, as arguments by name."""
+        """Bounds of this chip's heads, by group, as keyword arguments."""
         if bounds is None:
             return [{} for _ in self.shares]
         return [{"bounds": KeyBounds(*parts)} for parts in zip(*map(self.own, bounds))]
@@ -136,11 +135,11 @@ class Exchange:
     def to_heads(
         self, x: Float[Array, "B N T D"], turned: bool = False, behind: Float[Array, "B N/W L D"] | None = None
     ) -> Float[Array, "B N/W W*T+L D"]:
-        """All heads of some tokens to all tokens of some heads.
+        """Exchanges all heads of this chip's tokens for all tokens of this chip's heads.
 
         Args:
-            turned: who takes it wants tokens minor.
-            behind: tokens of this chip's heads that stand behind those of all chips.
+            turned: the result is wanted with tokens minor.
+            behind: tokens of this chip's heads to append after those of all chips.
         """
         if self.chips == 1 and behind is None:
             return x
@@ -153,7 +152,7 @@ class Exchange:
         return exchanged(_permuted(functools.partial(self._to_heads, turned), back, x, behind))
 
     def to_sequence(self, x: Float[Array, "B N/W W*T+L D"], behind: int = 0) -> Float[Array, "B N T D"]:
-        """The way back of `to_heads`, of what has tokens minor, without the tokens `behind`."""
+        """The inverse of `to_heads`, for x with tokens minor; drops the last `behind` tokens."""
         batch, heads, tokens, dim = x.shape
         if self.chips == 1:
             return x[:, :, : tokens - behind]
@@ -169,7 +168,7 @@ class Exchange:
         if self.interpret is not None:
             x = join(self._traded(cut([x], self.chips, self.interpret)), turned, self.interpret, behind)
             return as_heads(x, dim, turned)
-        # Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
+        # Split by columns: the equal reshape took the compiler a minute (v6e, 8,190 rows).
         x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
         return as_heads(x if behind is None else jnp.concatenate([x, behind], 1), dim)
 
@@ -182,17 +181,17 @@ class Exchange:
         return self._of_tokens(jnp.concatenate(list(pieces), 2), dim)
 
     def _of_tokens(self, x: Float[Array, "B T C"], dim: int) -> Float[Array, "B N T D"]:
-        # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
+        # Without the barrier the compiler makes tokens minor here, for the heads' axis, and transposes back for the next layer.
         return as_heads(lax.optimization_barrier(x), dim)
 
     def _traded(self, pieces):
         return lax.all_to_all(pieces, "ulysses", split_axis=0, concat_axis=0, tiled=True)
 
     def _joined(self, x):
-        """Rows of all chips, [W, B, T, C] -> [B, W T, C]; where order does not count, those that fill no tile come last.
+        """Joins the rows of all chips, [W, B, T, C] -> [B, W T, C]; unless `in_order`, rows that fill no tile come last.
 
-        Chips' rows one after another would each begin within a tile: a copy that shifts them takes the compiler 25 s a
-        tensor (v6e, 18,900 rows).
+        Otherwise a chip's rows would begin within a tile: the copy that shifts them takes the compiler 25 s a tensor
+        (v6e, 18,900 rows).
         """
         chips, batch, tokens, width = x.shape
         fill = self._fill(tokens)
@@ -200,7 +199,7 @@ class Exchange:
         return jnp.concatenate([*x[:, :, :fill], last], 1)
 
     def _parted(self, x):
-        """The way back of `_joined`."""
+        """The inverse of `_joined`."""
         chips, (batch, tokens, width) = self.chips, x.shape
         tokens = tokens // chips
         fill = self._fill(tokens)
@@ -208,12 +207,12 @@ class Exchange:
         return jnp.stack([jnp.concatenate([x[:, i * fill : (i + 1) * fill], last[:, i]], 1) for i in range(chips)])
 
     def _fill(self, tokens: int) -> int:
-        """How many of a chip's rows are joined with the others' one chip after the other."""
+        """How many of a chip's rows `_joined` puts first; the others come last."""
         return tokens if self.in_order or tokens < ROWS else tokens - tokens % ROWS
 
 
 def _permuted(run, back, *given) -> Array:
-    """`run` of arrays, which it lays elsewhere; `back` does so with gradients."""
+    """`run`, which only moves elements, on these arrays; `back` moves their gradients back."""
     if current().differentiable:
         plain, run = run, jax.custom_vjp(run)
         run.defvjp(lambda *given: (plain(*given), None), back)
@@ -221,7 +220,7 @@ def _permuted(run, back, *given) -> Array:
 
 
 def as_heads(x, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
-    """Of tokens [B, T, N D], or turned [B, N D, T]."""
+    """[B, N, T, D] from [B, T, N D], or if `turned` from [B, N D, T]."""
     if turned:
         return jnp.swapaxes(x.reshape(x.shape[0], x.shape[1] // dim, dim, x.shape[2]), 2, 3)
     return jnp.swapaxes(x.reshape(*x.shape[:2], x.shape[2] // dim, dim), 1, 2)
@@ -232,7 +231,7 @@ def _tokens_minor(x: Float[Array, "B N T D"]) -> Float[Array, "B N*D T"]:
 
 
 def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
-    """Whether heads [B, N, T, D] can go this way: whole tiles, and an order of tokens that may be changed or is not."""
+    """Whether kernels support heads [B, N, T, D]: whole tiles, and tokens that may be reordered or need not be."""
     _, heads, tokens, dim = x.shape
     return (
         heads % chips == 0
@@ -245,11 +244,11 @@ def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
 def cut(
     tensors: list[Float[Array, "B T C"]], chips: int, interpret, group: int = 0, shares: tuple[int, ...] = (1,)
 ) -> Array:
-    """Columns of one of two groups in pieces, one a chip, of tensors of one shape side by side: [W, B, T, N C / W]."""
+    """Columns of one group in pieces, one per chip; tensors of one shape lie side by side: [W, B, T, N C / W]."""
     batch, tokens, columns = tensors[0].shape
     unit, share, before = columns // (sum(shares) * chips), shares[group], sum(shares[:group])
     rows = _rows_of_block(len(tensors) * chips * share * unit * tensors[0].dtype.itemsize)
-    of_block = chips * math.gcd(share, before)  # units: a group begins at a whole block, and has several
+    of_block = chips * math.gcd(share, before)  # in units; a group is several whole blocks
     blocks = range(chips * before // of_block, chips * (before + share) // of_block)
 
     def kernel(r):
@@ -271,7 +270,7 @@ def cut(
 
 
 def paste(pieces: list[Float[Array, "W B T C"]], interpret) -> Float[Array, "B T W*C"]:
-    """The way back of `cut`, of all groups side by side."""
+    """The inverse of `cut`, with all groups side by side."""
     chips, batch, tokens, _ = pieces[0].shape
     columns = chips * sum(x.shape[3] for x in pieces)
     rows = _rows_of_block(columns * pieces[0].dtype.itemsize)
@@ -304,15 +303,15 @@ def join(
     place: int = 0,
     places: int = 1,
 ) -> Array:
-    """Tokens of all chips and `behind` them others, [B, W T + L, C], or [B, C, W T + L] if they are turned to lanes.
+    """Tokens of all chips, then those of `behind`: [B, W T + L, C], or [B, C, W T + L] if `turned`.
 
-    `place`: which one of the `places` tensors that were cut together.
+    `place`: which of the `places` tensors that were cut together.
     """
     chips, batch, tokens, width = pieces.shape
     width //= places
     rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)
     rest = chips * rest + (0 if behind is None else behind.shape[1])
-    last = -(-rest // rows)  # blocks of what is left
+    last = -(-rest // rows)  # blocks of the remainders
 
     def block(b, i):
         i = jnp.minimum(i, chips * whole - 1)
@@ -350,7 +349,7 @@ def join(
 
 
 def part(x: Float[Array, "B C W*T+L"], chips: int, tokens: int, interpret) -> Float[Array, "W B T C"]:
-    """The way back of `join`, turned, for `tokens` of each chip; what stood behind them is left."""
+    """The inverse of `join` with `turned`, for `tokens` of each chip; drops the tokens behind them."""
     batch, width, _ = x.shape
     rows, whole, rest = _blocks(tokens, width * x.dtype.itemsize)
     spec = pl.BlockSpec((None, width, rows), lambda w, b, i: (b, 0, w * whole + jnp.minimum(i, whole - 1)))
@@ -374,7 +373,7 @@ def part(x: Float[Array, "B C W*T+L"], chips: int, tokens: int, interpret) -> Fl
 
 
 def _blocks(tokens: int, row_bytes: int) -> tuple[int, int, int]:
-    """(tokens of a block, whole blocks of a chip, tokens left): the largest blocks that divide a chip's whole tiles."""
+    """(tokens of a block, whole blocks of a chip, tokens left over): the largest blocks that divide a chip's whole tiles."""
     tiles = tokens // LANES
     most = max(1, BLOCK_BYTES // (LANES * row_bytes))
     tiles_a_block = max(n for n in range(1, min(most, tiles) + 1) if tiles % n == 0)
@@ -382,7 +381,7 @@ def _blocks(tokens: int, row_bytes: int) -> tuple[int, int, int]:
 
 
 def _turn(x_ref, o_ref):
-    """o = x^T, a tile of `LANES` rows of each at a time."""
+    """o = x^T, at most `LANES` rows of x at a time."""
     rows, columns = x_ref.shape
     step = math.gcd(rows, LANES)
 

@@ -1,9 +1,9 @@
 """Attention for one TPU chip: scores transposed (keys along sublanes, queries along lanes), exponentials to base 2.
 
-Sums over keys then run down the sublanes, and scores are computed some tiles ahead of their exponentials (`Tile.lag`), so that
-the matrix units never wait. `softmax_modes` says what is subtracted from scores. A program is (head of all batches h, block of
-queries i, step j, of a block of keys); blocks of keys that no query may see are neither fetched nor computed, and only those that a mask
-or the end of the keys cuts run code with masking. `blocks.vmem_bytes` counts VMEM.
+Sums over keys run down the sublanes. Scores are computed some tiles ahead of their exponentials (`Tile.lag`), which keeps the
+matrix units busy. `softmax_modes` says what is subtracted from scores. The grid is (head h of all batches, block i of queries,
+step j over blocks of keys). Blocks of keys that no query sees are neither fetched nor computed. Only blocks that a mask or the
+end of the keys cuts run code with masking. `blocks.vmem_bytes` gives the VMEM.
 """
 
 import functools
@@ -29,16 +29,16 @@ from .sparse import Tiles, by_tiles
 
 Operands = dict[str, tuple[Array, pl.BlockSpec]]
 
-VMEM_MARGIN = 8 << 20  # the compiler's own, beside what `blocks.vmem_bytes` counts
+VMEM_MARGIN = 8 << 20  # for the compiler, beside what `blocks.vmem_bytes` counts
 
 
 def unsupported(q, k, v, mask: Mask | None) -> str | None:
-    """What of this call the kernel does not take, or None."""
+    """What the kernel does not support of this call, or None."""
     return None if q.dtype in (jnp.bfloat16, jnp.float32) else f"{q.dtype}"
 
 
 def shape_of(q, k, v, mask: Mask | None, with_lse: bool = False) -> Shape:
-    """What the sizes of blocks for this call depend on; arrays, or their shapes and dtypes."""
+    """What the block sizes of this call depend on. Takes arrays, or their shapes and dtypes."""
     mask = mask or Mask()
     return Shape(
         q_len=q.shape[2],
@@ -76,17 +76,17 @@ def tpu_attention(
     """Attention with the arguments of `reference_attention`.
 
     Args:
-        bounds: of the keys and values that some query sees; None: they are computed.
+        bounds: of the keys and values that some query sees; None: they are computed here.
         generation: of the chip; None: `figures.DEFAULT_GENERATION`.
-        wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
+        wanted, blocks: sizes for `blocks.choose` (queries, keys, keys of one product), or all sizes in its place.
         smoothing: False: the mode "centred" is not compiled, unless it is the only one.
-        modes: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
+        modes: the compiled modes. "bound" alone is not checked on the device: for benchmarks.
         tally: counts the mode of each head and block of queries; costs a call to the host.
-        tiles: which keys queries see, beside those that the video's tokens all see, which stand behind its tiles.
-        turned: queries lie with tokens minor, and results shall; else both as linear layers have them, if heads are whole lanes.
+        tiles: which keys each tile of queries sees; the keys behind the video's are seen by all.
+        turned: queries and results have tokens minor; False: the layout of linear layers if `Shape.whole_lanes`.
         interpret: True, or parameters of Pallas's TPU interpreter.
 
-    Raises TypeError for another dtype than bfloat16 and float32, and as `blocks.choose`.
+    Raises TypeError unless q is bfloat16 or float32, and as `blocks.choose`.
     """
     if reason := unsupported(q, k, v, mask):
         raise TypeError(
@@ -110,9 +110,9 @@ def tpu_attention(
     if scale < 0:
         q, scale = -q, -scale
     if mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_):
-        modes = (ONLINE,)  # what is added to scores has no bound
+        modes = (ONLINE,)  # a bias on scores has no bound
     elif shape.kv_len <= LANES and len(modes) > 1:
-        modes = (ONLINE,)  # a dozen small operations for a bound of so few keys take longer
+        modes = (ONLINE,)  # the dozen small operations of a bound take longer than so few keys
     elif not smoothing and len(modes) > 1:
         modes = tuple(mode for mode in modes if mode != CENTRED)
     folded = folded_parts(shape, generation) if set(modes) != {BOUND} else 0
@@ -140,7 +140,7 @@ def tpu_attention(
 
 
 def _outputs(call: Call, q, with_lse: bool, with_mode: bool) -> dict:
-    """Name -> (array, the block of a program): the result, with tokens minor or in rows, the log-sum-exp, the code of the mode."""
+    """Name -> (array, its block of a grid step): the result (tokens minor, or in rows), log-sum-exp, code of the mode."""
     shape, queries, rows = call.shape, call.blocks.queries, q.shape[0] * q.shape[1]
 
     def of_rows(height: int, dtype):
@@ -160,7 +160,7 @@ def _outputs(call: Call, q, with_lse: bool, with_mode: bool) -> dict:
 
 
 def _scratch(call: Call, dtype) -> dict:
-    """What a program keeps from block to block of keys: what is subtracted, sums, the result; q and k as they meet."""
+    """Scratch kept between blocks of keys: what is subtracted, sums, the result; q and k as products need them."""
     turned = {"q": pltpu.VMEM((call.shape.dim, call.blocks.queries), dtype)} if call.in_rows else {}
     dim, out_dim, queries, keys = call.shape.dim, call.shape.out_dim, call.blocks.queries, call.blocks.keys
     return turned | {
@@ -176,7 +176,7 @@ def _scratch(call: Call, dtype) -> dict:
 
 
 def _as_asked(call: Call, shape, out, lse=None):
-    """[B, N, T, E] of the kernel's result, zeros (and -inf) in rows that the mask takes away."""
+    """The kernel's result as [B, N, T, E]; rows that the mask hides are zero, with log-sum-exp -inf."""
     (batch, heads, q_len, _), mask = shape, call.mask
     out = out if call.in_rows else jnp.swapaxes(out.reshape(batch, -1, q_len), 1, 2)
     out = jnp.swapaxes(out.reshape(batch, q_len, heads, -1), 1, 2)
@@ -188,14 +188,14 @@ def _as_asked(call: Call, shape, out, lse=None):
 
 
 def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, interpret) -> tuple[dict, Operands]:
-    """(scalars fetched before a program runs, arrays with their blocks), in the order in which the kernel gets them.
+    """(prefetched scalars, arrays with their blocks), in the order in which the kernel gets them.
 
-    * `q` and `v` with tokens minor, so that scores come out transposed, or q in `rows`, which the kernel turns; `k` as it lies.
-    * of a band `shift`, how far the first query lies behind the first key.
-    * of a mask by key `bias`, in base 2; unless it concerns the last block alone, per row and block of keys `state` (`SKIPPED`,
-      `WHOLE` or `MIXED`) and `fetch`, the block to fetch: one that is there already where the step is skipped.
-    * a mask `dense`, bool as int8.
-    * for the modes "bound" and "centred", per head of keys, `KeyBounds`.
+    * `q` and `v` with tokens minor, so that scores come out transposed; or q as `rows`, which the kernel transposes; `k` as given.
+    * for a band: `shift`, how far the first query lies behind the first key.
+    * for a key mask: `bias`, in base 2. Unless it concerns the last block alone, also per row and block of keys `state` (`SKIPPED`,
+      `WHOLE` or `MIXED`) and `fetch`, the block to fetch; skipped steps repeat the block of another step, which costs no copy.
+    * for a dense mask: `dense`, bool as int8.
+    * for modes "bound" and "centred": `KeyBounds` per key head.
     """
     mask, blocks = call.mask, call.blocks
     if (seen := keys_seen(mask, shift, q.shape[2], k)) is not None:  # a weight of zero times NaN would be NaN
@@ -237,7 +237,7 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
 
 
 def key_bias(keys) -> Float[Array, "b n 1 S"] | None:
-    """A key mask as what is added to scores in base 2; MASKED where the key takes no part."""
+    """A key mask as a bias on scores in base 2; MASKED where the key is hidden."""
     if keys is None:
         return None
     if keys.dtype == jnp.bool_:
@@ -247,7 +247,7 @@ def key_bias(keys) -> Float[Array, "b n 1 S"] | None:
 
 
 def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B|1 K|1 S 1"] | None:
-    """Keys that some query sees, of any head of the group; None: all. Others may hold anything, NaN too."""
+    """Keys that some query of any head of the group sees; None: all. Other keys may hold anything, even NaN."""
     kv_heads, s_len = k.shape[1:3]
     if mask.keys is None and mask.dense is None and mask.band is None:
         return None
@@ -263,13 +263,13 @@ def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B|1 K|1 S 1"] | 
 
 
 def _ends_of_rows(mask: Mask, shift, first, rows: int):
-    """The first and last key any of the `rows` queries from `first` on may see; None where the band is open."""
+    """The first and last key that any of the `rows` queries from `first` on may see; None where the band is open."""
     return band_ends(mask, shift, first)[0], band_ends(mask, shift, first + rows - 1)[1]
 
 
 def _queries_keys_values(call: Call, q, k, v, fetched) -> Operands:
     blocks, shape, kv_heads = call.blocks, call.shape, call.kv_heads
-    in_rows = shape.dim % LANES == 0  # as linear layers give them, all heads of a token side by side: no copy
+    in_rows = shape.dim % LANES == 0  # the layout of linear layers, all heads of a token side by side: no copy
     k = by_token(k) if in_rows else k.reshape(-1, *k.shape[2:])
 
     def place_of_keys(h, i, j, *s):
@@ -292,7 +292,7 @@ def _queries_keys_values(call: Call, q, k, v, fetched) -> Operands:
 
 
 def _rows_of(call: Call, dim: int) -> pl.BlockSpec:
-    """The block of queries of one head, of [B, T, N D]."""
+    """One head's block of queries, in an array [B, T, N D]."""
     shape, heads = (None, call.blocks.queries, dim), call.heads
     return pl.BlockSpec(shape, lambda h, i, j, *s: (lax.div(h, heads), i, lax.rem(h, heads)))
 
@@ -303,7 +303,7 @@ def heads_beside_tokens(x) -> Float[Array, "B*K D S"]:
 
 
 def _block_to_fetch(call: Call, scalars: dict, h, i, j):
-    """The block of keys of step j; one that is there already where the step is skipped."""
+    """The block of keys that step j fetches; a skipped step repeats that of another step, which costs no copy."""
     keys, mask = call.blocks.keys, call.mask
     j = block_of_keys(call, scalars.get("visited"), i, j)
     if mask.band is not None:
@@ -316,7 +316,7 @@ def _block_to_fetch(call: Call, scalars: dict, h, i, j):
 
 
 def states_of(bias, block: int):
-    """Of a key mask, by row and block of keys: `SKIPPED`, `WHOLE` or `MIXED`."""
+    """The state of each row and block of keys under a key mask: `SKIPPED`, `WHOLE` or `MIXED`."""
     b, n, _, s_len = bias.shape
     rows = padded_to(bias.reshape(b * n, s_len), 1, round_up(s_len, block), MASKED).reshape(b * n, -1, block)
     whole = (rows == 0).all(-1)
@@ -324,7 +324,7 @@ def states_of(bias, block: int):
 
 
 def _fetched_blocks(state, rows: int):
-    """`fetch` of these states of so many rows."""
+    """`fetch` of `make_operands`, from the states of `rows` rows."""
     state = state.reshape(rows, -1)
     before = lax.cummax(jnp.where(state > SKIPPED, jnp.arange(state.shape[1]), -1), axis=1)
     fetch = jnp.where(before >= 0, before, jnp.argmax(state > SKIPPED, axis=1)[:, None])

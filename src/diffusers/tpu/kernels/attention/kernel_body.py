@@ -1,6 +1,6 @@
-"""What the attention kernel does on the chip with one block of queries and one of keys; `kernel` calls it.
+"""The body of the attention kernel: one block of queries and one of keys; `kernel` calls it.
 
-`Call` is what is static of a call, `run` one program, `_piece` its straight code.
+`Call` holds a call's static parameters, `run` is one grid step, `_piece` its straight-line code.
 """
 
 import functools
@@ -21,22 +21,22 @@ from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, larges
 
 LOWEST = -1e30  # where the running maximum starts
 MASKED = -3e38  # a masked score: far enough below LOWEST that its exponential is 0 there too
-MOST_TURNED = 2048  # queries at once: fewer leave units waiting for each other
-SKIPPED, WHOLE, MIXED = 0, 1, 2  # of a block of keys: none takes part, all do as they are, neither
+MOST_TURNED = 2048  # queries transposed at once; with fewer, units wait for each other
+SKIPPED, WHOLE, MIXED = 0, 1, 2  # of a block of keys: all masked; none masked, no bias; neither
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is static of one call.
+    """The static parameters of one call.
 
     Attributes:
-        mask: which parts there are and how they lie; its arrays are not read.
-        modes: those that are compiled (see `softmax_modes`).
+        mask: its parts and their shapes are used; its arrays are not read.
+        modes: the compiled modes (see `softmax_modes`).
         factor: scale * log2 e, positive: scores times this are exponents of 2.
-        folded: number of matrices of q's dtype, one below the other, that add up to q * factor (to float32, or to 2^-17 of
-            it); 0: there is no room for them, and scores are multiplied by the factor instead.
-        heads, kv_heads: of queries, of keys and values.
-        visited: by block of queries, the blocks of keys that it visits, equally many; None: all, in order.
+        folded: number of stacked matrices in q's dtype that sum to q * factor (exact in float32, else to within 2^-17 of it);
+            0: there is no room for them, and scores are multiplied by the factor instead.
+        heads, kv_heads: number of heads of queries, of keys and values.
+        visited: [block of queries, step]: the block of keys to visit; None: all, in order.
         in_rows: queries come, and results go, with all heads of a token side by side; else with tokens minor.
     """
 
@@ -53,13 +53,13 @@ class Call:
 
     @property
     def turned_at_once(self) -> int:
-        """Queries of one straight piece of code that turns them, or results."""
+        """Queries, or results, that one piece of straight-line code transposes."""
         whole = range(LANES, min(self.blocks.queries, MOST_TURNED) + 1, LANES)
         return max(n for n in whole if self.blocks.queries % n == 0)
 
     @property
     def twice(self) -> bool:
-        """Keys are laid out beside themselves once per block, as heads are not whole vector registers."""
+        """Keys are copied side by side once per block, because heads do not fill whole vector registers."""
         return self.folded == 2 and self.shape.dim % LANES != 0
 
     @property
@@ -68,12 +68,12 @@ class Call:
 
     @property
     def steps(self) -> int:
-        """Of the grid, for a block of queries."""
+        """Grid steps of a block of queries."""
         return self.kv_blocks if self.visited is None else self.visited.shape[1]
 
     @property
     def last_whole(self) -> int:
-        """Of `visited`, steps before those whose blocks hold the end of the queries' own keys, or what stands behind them."""
+        """With `visited`: leading steps whose blocks lie wholly within the first `q_len` keys."""
         return self.steps - (self.kv_blocks - self.shape.q_len // self.blocks.keys)
 
     @property
@@ -92,7 +92,7 @@ class Call:
         return mask.dense is None and not mask.band and (mask.keys is None or mask.whole >= self.before_last)
 
     def row_of(self, operand, h):
-        """The row of an operand [b|1, n|1, ...], its first two axes made one, that head h of all batches reads."""
+        """The row that head h of all batches reads of an operand [b|1, n|1, ...] with its first two axes merged."""
         b, n = operand.shape[:2]
         return (lax.div(h, self.heads) if b > 1 else 0) * n + (lax.rem(h, self.heads) if n > 1 else 0)
 
@@ -101,15 +101,15 @@ class Call:
 
 
 def band_ends(mask: Mask, shift, row):
-    """The first and last key that query `row` may see, a number or several; None where the band is open."""
+    """The first and last key that query `row`, a scalar or an array, may see; None where the band is open."""
     (left, right), (queries, keys) = mask.band, mask.frame
     if mask.frame == (1, 1):
         own = row + shift
     elif getattr(row, "ndim", 0) == 0:
-        # `//` asks which chip runs it: one that is compiled for elsewhere does not say
+        # `//` needs to know which chip runs it, which is unknown when compiling ahead of time
         own = lax.div(row, jnp.int32(queries))
     else:
-        # the vector units divide floats alone; half a step away from any whole number they are right up to 2^22
+        # vector units divide floats only; half a step from whole numbers the result is exact up to 2^22
         own = jnp.floor((row.astype(jnp.float32) + 0.5) * (1 / queries)).astype(jnp.int32)
     low = None if left is None else (own - left) * keys
     high = None if right is None else (own + right + 1) * keys - 1
@@ -122,7 +122,7 @@ def block_of_keys(call: Call, visited, i, step):
 
 
 def run(r, call: Call):
-    """Program (head, block of queries, step). `r`: the references by name."""
+    """One grid step (head, block of queries, step). `r`: the references by name."""
     head, i, step = (pl.program_id(axis) for axis in range(3))
     j = block_of_keys(call, getattr(r, "visited", None), i, step)
     first_query, first_key = i * call.blocks.queries, j * call.blocks.keys
@@ -142,7 +142,7 @@ def run(r, call: Call):
 
 
 def where_seen(r, call: Call, head, j, first_query, visit):
-    """`visit(is_cut)` if any score of this block of queries and block j of keys counts; `is_cut`: not all of them do as they are."""
+    """Calls `visit(is_cut)` if any score of this block of queries and block j of keys is visible; `is_cut`: some need masking."""
     mask, first_key = call.mask, j * call.blocks.keys
     some, cut = [], []
     if mask.keys is not None and not call.cut_at_end:
@@ -161,7 +161,7 @@ def where_seen(r, call: Call, head, j, first_query, visit):
     if call.ragged or (mask.keys is not None and call.cut_at_end):
         cut.append(j == call.kv_blocks - 1)
 
-    if mask.dense is not None or (cut and call.cut_at_end and call.kv_blocks == 1):  # no block is whole
+    if mask.dense is not None or (cut and call.cut_at_end and call.kv_blocks == 1):  # every block needs masking
         _when(some, functools.partial(visit, True))
     elif cut:
         is_cut = functools.reduce(jnp.logical_or, cut)
@@ -172,7 +172,7 @@ def where_seen(r, call: Call, head, j, first_query, visit):
 
 
 def _start(r, call: Call, first_query, kv):
-    """The state before the first key, and which mode to go."""
+    """Sets the state before the first key, and chooses the mode."""
     if call.in_rows:
 
         def turn(queries):
@@ -202,7 +202,7 @@ def _start(r, call: Call, first_query, kv):
 
 
 def _each_mode(r, call: Call, run):
-    """`run` of the mode that this head and block of queries goes."""
+    """Calls `run` with the mode of this head and block of queries."""
     for mode in call.modes:
         _when([] if len(call.modes) == 1 else [r.mode[0] == CODES[mode]], functools.partial(run, mode))
 
@@ -221,7 +221,7 @@ def _norm(r, call: Call):
 
 
 def _start_mode(r, call: Call, kv, mode: str):
-    """What is subtracted, and q with the factor folded in."""
+    """Sets what is subtracted, and q times the factor."""
     if mode == BOUND:
         r.m[...] = jnp.zeros_like(r.m)
         return
@@ -244,7 +244,7 @@ def _start_mode(r, call: Call, kv, mode: str):
 
 
 def _in_steps(length: int, step: int, run):
-    """`run` on slices of `step`: short code."""
+    """`run` on slices of `step` in a loop, which keeps code short."""
     pl.loop(0, length // step)(lambda n: run(pl.ds(pl.multiple_of(n * step, step), step)))
 
 
@@ -270,7 +270,7 @@ def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):
     """All queries of the block with all its keys, piece by piece."""
     blocks = call.blocks
 
-    def double(keys):  # against what `fold` lays one below the other
+    def double(keys):  # to match the parts that `fold` stacks
         r.twice[keys, :] = jnp.concatenate([r.k[keys, :]] * 2, axis=1)
 
     if call.twice and mode != BOUND:
@@ -291,7 +291,7 @@ def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):
 
 
 def _prepare_cut(r, call: Call, first_key):
-    """Values without what lies beyond the end, which may hold anything; the key mask."""
+    """Zeroes values beyond the end, which may hold anything, and lays out the key mask."""
 
     def without_end(keys):
         v = r.v[:, keys]
@@ -304,15 +304,15 @@ def _prepare_cut(r, call: Call, first_key):
 
 
 def lay_out_key_mask(r, call: Call):
-    """The key mask of this block along sublanes, for `masked_scores`."""
+    """Lays out this block's key mask along sublanes, for `masked_scores`."""
     if call.mask.keys is not None:
         r.column[...] = jnp.broadcast_to(r.bias[...], (LANES, call.blocks.keys)).T
 
 
 def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
-    """`queries` from `start` on of the block with its first `keys`, straight code: scores of tile t + lag before values of tile t.
+    """`queries` of the block, from `start` on, with its first `keys`: straight-line code, scores of tile t + lag before values of t.
 
-    The matrix units take work in this order. `masked`: of scores; None: all count as they are.
+    The matrix units work in program order. `masked` masks scores; None: no masking.
     """
     tile, folded, state, waiting = call.blocks.tile(mode), call.folded and mode != BOUND, {}, deque()
 
@@ -326,7 +326,7 @@ def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
         return x if folded or call.factor == 1.0 or masked else x * call.factor
 
     def scores(t: int, c: int):
-        """Scores of a tile [keys / 8, 8, queries], what to subtract, and what the running maximum does to sums before."""
+        """(scores of a tile [keys / 8, 8, queries], what to subtract, factor on earlier sums or None)."""
         queries, keys = queries_of(t), keys_of(c)
         if c == 0:  # what is subtracted, sum and result
             state[t] = [ref[:, queries] for ref in (r.m, r.l, r.acc)]
@@ -346,7 +346,7 @@ def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
         return s, m, rescale
 
     def values(t: int, c: int, s, m, rescale):
-        """Exponentials of a tile's scores, added to its sums."""
+        """Adds the exponentials of a tile's scores to its sums."""
         p = jnp.exp2(times_factor(s) if mode == BOUND else times_factor(s) - m[None])
         m, l, acc = state[t]  # noqa: E741
         if rescale is not None:
@@ -369,7 +369,7 @@ def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
 
 
 def masked_scores(r, call: Call, first_query, first_key, s, queries, keys):
-    """Scores [keys, queries] of a tile with what the mask takes away."""
+    """Scores [keys, queries] of a tile with the mask applied."""
     mask = call.mask
     end = call.shape.kv_len if mask.keys is None else mask.whole
     if call.cut_at_end and end - call.before_last >= keys.start + keys.size:

@@ -1,7 +1,7 @@
-"""What the modes of the attention kernel are chosen by (see `softmax_modes`), of the keys and values of each head.
+"""Bounds of each head's keys and values, by which the attention kernel chooses its softmax mode (see `softmax_modes`).
 
-A mean, a few maxima: where keys lie split over chips, each takes those of its own, and collectives of a few kilobytes make
-them everyone's. So nothing of the size of the keys is joined for their sake.
+They are a mean and a few maxima. Where keys are sharded, each chip reduces its own, and collectives of a few kilobytes combine
+the results: the keys are never gathered for this.
 """
 
 import functools
@@ -20,19 +20,19 @@ from ..pallas import LANES, SUBLANES, added_up, by_token, call_kernel, cost
 from .softmax_modes import SMALLEST
 
 
-LARGEST = 126.0  # exponent of the largest sum
+LARGEST = 126.0  # largest exponent of a sum
 BLOCK_ROWS = 512
 TILE_ROWS = 256  # of one head, in registers
 TILE_ROWS_OF_SMALL_HEADS, MOST_COLUMNS = 256, 1280  # of one product
-LEAST_ROWS = 1024  # with fewer XLA's way is no slower
+LEAST_ROWS = 1024  # with fewer rows XLA is no slower
 
 
 class KeyBounds(NamedTuple):
-    """Of the keys that some query sees, per head of keys.
+    """Bounds of the keys that some query sees, per key head.
 
     Attributes:
-        reach: max |k|; larger where exponentials of 2^SMALLEST times the values do not add up to a float32.
-        centre: their mean c, as rows in the keys' dtype that add up to it: one bfloat16 would be off by as much as keys differ.
+        reach: max |k|; larger where sums of values times exponentials of 2^SMALLEST could overflow float32.
+        centre: their mean c, as rows in the keys' dtype that sum to it: one bfloat16 row would be off by as much as keys differ.
         radius: max |k - c|.
     """
 
@@ -54,11 +54,11 @@ def key_bounds(
     """The bounds of each head's keys and values, the same on all chips.
 
     Args:
-        seen: keys that some query sees, or how many of the first; None: all. Others may hold anything, NaN too.
-        axis: of the mesh, over which `chips` chips hold other keys of the same heads.
-        interpret: how a kernel for it runs; None: without one.
-        beside: (keys, values, which are seen) of the same heads that every chip has whole.
-        meanwhile: what chips do when the mean is known to all and a chip's own maxima to it, before those are told; gives both back.
+        seen: which keys some query sees, or how many of the first; None: all. Other keys may hold anything, even NaN.
+        axis: the mesh axis along which `chips` chips hold different keys of the same heads.
+        interpret: of the kernel that computes norms; None: XLA does.
+        beside: (keys, values, which are seen) of the same heads, replicated on every chip.
+        meanwhile: called with (mean over all chips, this chip's maxima) before maxima are reduced over chips; returns both.
     """
     highest = functools.partial(lax.pmax, axis_name=axis) if axis else lambda x: x
     centre = _mean_key(k, seen, functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x, chips, beside)
@@ -103,7 +103,7 @@ def _mean_key(k, seen, total, chips: int, beside) -> Float[Array, "B K 8 D"]:
 
 
 def _measured(k, v, point, seen, interpret):
-    """max |k|, max |k - point|, max |v|, by head."""
+    """max |k|, max |k - point|, max |v|, per head."""
     by_kernel = interpret is not None and width_of(*k.shape[1::2]) and (interpret or k.shape[2] >= LEAST_ROWS)
     for_kernel, counted = seen, seen is not None and seen.ndim == 0
     if counted:
@@ -125,7 +125,7 @@ def _measured(k, v, point, seen, interpret):
     else:
         wide = among_seen(k.astype(jnp.float32))
         reach, radius = longest(wide), longest(among_seen(wide - point[:, :, None]))
-    # Column by column first: heads that are no whole registers would be turned in memory for it.
+    # Columns first: otherwise heads that do not fill whole registers are transposed in memory.
     largest = by_token(jnp.abs(among_seen(v))).max(1).reshape(*v.shape[:2], -1).max(2)
     return reach, radius, largest.astype(jnp.float32)
 
@@ -137,10 +137,10 @@ def key_norms(
     seen: Int[Array, ""] | Bool[Array, "B|1 S"] | None = None,
     v: Float[Array, "B S K*D"] | None = None,
 ) -> tuple[Float[Array, "B K"], ...]:
-    """max |k| and max |k - centre| in float32, and max |v| of values, in one pass over them; `width_of` is not None.
+    """max |k|, max |k - centre| and, given v, max |v|, per head in float32 and in one pass; `width_of` must not be None.
 
-    Head by head XLA wants tokens before heads: it widens all keys, turns them in memory and reads them twice. Squares of small heads are
-    added up by the matrix unit. `seen`: those that count, or so many of the first; None: all. Others may hold anything.
+    XLA would widen all keys, transpose them in memory to reduce per head, and read them twice. The matrix unit sums squares of
+    small heads. `seen`: which keys count, or how many of the first; None: all. Other keys may hold anything.
     """
     batch, tokens, columns = k.shape
     heads, dim = centre.shape[1:]
@@ -169,7 +169,7 @@ def key_norms(
                     squares = added_up(x * x, r.ones[...], parts) if small else (x * x).sum(-1, keepdims=True)
                     most = jnp.where(there, squares, 0.0).reshape(-1, SUBLANES, squares.shape[1]).max(0)
                     own = slice(place * lanes, (place + 1) * lanes)
-                    r.o[row, :, own] = jnp.maximum(r.o[row, :, own], most)  # down the sublanes once, outside
+                    r.o[row, :, own] = jnp.maximum(r.o[row, :, own], most)  # down the sublanes after the kernel
                 if v is not None:
                     values = jnp.where(there, jnp.abs(r.v[rows, of_heads].astype(jnp.float32)), 0.0)
                     most = values.reshape(-1, SUBLANES, width).max(0)
@@ -203,6 +203,6 @@ def key_norms(
 
 
 def width_of(heads: int, dim: int) -> int | None:
-    """Columns that the kernel adds up at once, whole heads and whole registers; None: no number of heads has them."""
+    """Columns that the kernel sums at once: whole heads and whole registers; None: it does not support these heads."""
     width = math.lcm(dim, LANES)
     return width if heads * dim % width == 0 and width <= MOST_COLUMNS else None

@@ -1,6 +1,6 @@
-"""What an attention mask takes away from the scores, in parts that stay small: by key, by query, by band.
+"""Attention masks, split into parts that stay small: by key, by query, by band.
 
-Query i sees key j where every part that is there allows it. Only `Mask.dense` is of tokens x tokens.
+Query i sees key j where every part allows it. Only `Mask.dense` has tokens x tokens entries.
 """
 
 import functools
@@ -18,14 +18,14 @@ from . import provenance
 from .sparse import Nearest
 
 
-BELOW = -1e30  # a bias at or below it takes the key away: -inf, and the lowest float32 and bfloat16
+BELOW = -1e30  # a bias at or below it hides the key: -inf, and the lowest float32 and bfloat16
 
 Band = tuple[int | None, int | None]
 OPEN: Band = (None, None)
 
 
 def takes_part(values):
-    """Where the entries of a mask let a key take part: True, or a bias above `BELOW`. For JAX's and numpy's arrays, and numbers."""
+    """Which entries of a mask leave the key visible: True, or a bias above `BELOW`. Takes JAX and numpy arrays and scalars."""
     if values.dtype == jnp.bool_:
         return values
     has_lower = float(jnp.finfo(values.dtype).max) > -BELOW  # float16 has no number below it
@@ -33,7 +33,7 @@ def takes_part(values):
 
 
 def is_bias(values):
-    """Where the entries of a mask change scores of keys that take part."""
+    """Which entries of a mask change the score of a visible key."""
     return takes_part(values) & (values != 0) if values.dtype != jnp.bool_ else np.zeros(values.shape, bool)
 
 
@@ -47,10 +47,10 @@ class Mask:
         queries: rows that are False give zeros.
         dense: as `keys`, for every pair.
         band: static (left, right): query i sees keys i - left to i + right; None is open. Causal is (None, 0).
-        frame: static (queries, keys): the band counts in frames of so many, from the first query and key on.
-        whole: static: `keys` takes none of so many first keys away, and adds nothing to their scores.
-        product: (by query, by key) whose product is added to the scaled scores.
-        nearest: static: a video's tokens see those nearest in time and space; beside it there is `keys` alone, if anything.
+        frame: static (queries, keys) of a frame: the band counts in frames, from the first query and key on.
+        whole: static: how many of the first keys `keys` neither hides nor biases.
+        product: (by query, by key) factors; their product is added to the scaled scores.
+        nearest: static: a video's tokens see those nearest in time and space; only `keys` may be combined with it.
     """
 
     keys: Bool[Array, "b n 1 S"] | Float[Array, "b n 1 S"] | None = None
@@ -84,7 +84,7 @@ class Mask:
 def classify(
     mask, batch: int, heads: int, q_len: int, kv_len: int, is_causal=False, window: Band | None = None
 ) -> Mask | None:
-    """The parts of a mask as upstream may give it, or None where nothing is taken away.
+    """A mask of any form that upstream uses, split into parts; None if it has no effect.
 
     Args:
         mask: None, bool (True takes part) or a bias, broadcastable to [batch, heads, q_len, kv_len].
@@ -96,7 +96,7 @@ def classify(
     """
     parts = Mask() if mask is None else _parts(mask, (batch, heads, q_len, kv_len), is_causal)
     left, right = _narrowed(((None, 0) if is_causal else OPEN, window or OPEN, parts.band or OPEN))
-    left = None if left is None or left >= q_len - 1 else left  # open where it takes no key away
+    left = None if left is None or left >= q_len - 1 else left  # open where it hides no key
     right = None if right is None or right >= kv_len - 1 else right
     parts = replace(parts, band=None if left is right is None else (left, right))
     return parts if parts.kind else None
@@ -123,7 +123,7 @@ def _parts(mask, target: tuple[int, int, int, int], is_causal: bool) -> Mask:
 
 
 def _of_lineage(mask: jax.Array) -> Mask:
-    """The parts of a traced mask, axis of keys or queries full or one, by the way it was computed."""
+    """The parts of a traced mask, read from the equations that computed it; key and query axes are full or one."""
     value = provenance.read(mask)
     if isinstance(value, provenance.Choice):
         on, off = (None if is_bias(x) else bool(takes_part(x)) for x in (value.on, value.off))
@@ -140,7 +140,7 @@ def _of_lineage(mask: jax.Array) -> Mask:
 
 
 def _factors(value: provenance.Part) -> tuple[jax.Array, jax.Array] | None:
-    """(by query, by key) whose product it is; None where that is not known."""
+    """(by query, by key) factors of the part; None if unknown."""
     sides = sorted(value.factors or (), key=lambda factor: 3 in factor.varies)
     if [{2, 3} & factor.varies for factor in sides] != [{2}, {3}]:
         return None
@@ -149,23 +149,23 @@ def _factors(value: provenance.Part) -> tuple[jax.Array, jax.Array] | None:
 
 
 def product_of(mask: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """(by query, by key) whose product a traced mask [.., T, S] is, by the way it was computed; None where that is not known."""
+    """(by query, by key) factors of a traced mask [.., T, S], read from the equations that computed it; None if unknown."""
     value = provenance.read(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
     return _factors(value) if isinstance(value, provenance.Part) else None
 
 
 def in_scores(q, k, v, mask: Mask | None, scale: float) -> tuple[jax.Array, jax.Array, jax.Array, Mask | None]:
-    """(q, k, v, mask) of the same scores, without `Mask.product`: further entries of q and k give it, up to whole rows of lanes.
+    """(q, k, v, mask) of the same scores without `Mask.product`: it becomes further entries of q and k, or else `Mask.dense`.
 
-    Matrix units of 256 rows take 128 more for nothing. One entry of a bfloat16 q stands beside three of k, whose sum is the factor by key
-    over the scale.
+    Heads grow to whole rows of lanes; 128 more are free on matrix units of 256 rows. In bfloat16 one factor of q meets three
+    entries of k, whose sum is the factor by key over the scale.
     """
     if mask is None or mask.product is None:
         return q, k, v, mask
     queries, keys = mask.product
     if scale == 0 or queries.dtype != q.dtype or keys.shape[1] not in (1, k.shape[1]):
         return q, k, v, replace(mask, dense=queries * keys, product=None)
-    # Times a factor of zero an infinity would be NaN, which the lowest numbers become in a product.
+    # In the product the lowest numbers would become infinite, and infinity times a factor of zero is NaN.
     keys, parts = jnp.clip(keys.astype(jnp.float32), -1e36, 1e36) / scale, []
     for _ in range(1 if k.dtype == jnp.float32 else 3):
         parts.append(keys.astype(k.dtype))
@@ -173,7 +173,7 @@ def in_scores(q, k, v, mask: Mask | None, scale: float) -> tuple[jax.Array, jax.
     further = round_up(q.shape[-1] + len(parts), LANES) - q.shape[-1]
 
     def longer(x, entries):
-        # Whole lanes before they are each head's.
+        # Pad to whole lanes before broadcasting to heads.
         entries = jnp.pad(entries, [(0, 0)] * 3 + [(0, further - len(parts))])
         return jnp.concatenate([x, jnp.broadcast_to(entries, (*x.shape[:3], further))], -1)
 
@@ -205,10 +205,10 @@ def _of_parts(parts: tuple[provenance.Part, ...]) -> Mask:
 
 
 def _of_values(mask: np.ndarray) -> Mask:
-    """The parts of a mask whose values are known, axis of keys or queries full or one.
+    """The parts of a mask whose values are known; key and query axes are full or one.
 
-    The candidates are no less than what is seen: the seen rows, the seen columns, the band around them. One that holds
-    as many pairs as are seen is the mask.
+    Each candidate (visible rows, visible columns, the band around them) covers all visible pairs. One with as many pairs
+    as are visible equals the mask.
     """
     b, n, t, s = mask.shape
     columns, rows = np.zeros((b, n, s), bool), np.zeros((b, n, t), bool)
@@ -264,7 +264,7 @@ def _of_bias(mask: np.ndarray) -> Mask:
 
 
 def with_length(mask: Mask | None, kv_len: int | jax.Array, s_len: int) -> Mask | None:
-    """The mask, and keys from `kv_len` on taken away, of `s_len` (a bias becomes -inf there)."""
+    """The mask with keys from `kv_len` on, of `s_len`, hidden as well (a bias becomes -inf there)."""
     if isinstance(kv_len, int) and kv_len == s_len:
         return mask
     mask = mask or Mask()
@@ -277,6 +277,6 @@ def with_length(mask: Mask | None, kv_len: int | jax.Array, s_len: int) -> Mask 
 
 
 def _narrowed(bands) -> Band:
-    """What all bands allow."""
+    """The intersection of the bands."""
     left, right = ([x for x in side if x is not None] for side in zip(*bands))
     return min(left, default=None), min(right, default=None)

@@ -1,12 +1,12 @@
 """Attention over a mesh: batch on `dp`, heads on `tp`, the sequence on `sp`, which is ring x ulysses chips.
 
-In each group of `ulysses` chips, as many as divide the heads, an all-to-all trades sequence for heads and back (Ulysses; Jacobs
-et al. 2023). Around the ring of the groups the keys travel (Ring Attention; Liu et al. 2023): hop h gives out_h and lse_h,
+In each group of `ulysses` chips, as many as divide the heads, an all-to-all exchanges sequence for heads and back (Ulysses;
+Jacobs et al. 2023). Keys pass around the ring of groups (Ring Attention; Liu et al. 2023). Hop h gives out_h and lse_h:
 
     lse' = log(e^lse + e^lse_h);   out' = out e^(lse - lse') + out_h e^(lse_h - lse')        in float32.
 
-`ulysses` is the inner factor: after the all-to-all a chip has one chunk of the sequence without gaps. A sequence that `sp` does
-not divide is padded, and its padding masked. Keys of another length (cross-attention), and text, are whole on every chip.
+`ulysses` is the inner factor: after the all-to-all a chip holds one contiguous chunk of the sequence. A sequence that `sp` does
+not divide is padded, and its padding masked. Keys of another length (cross-attention), and text, are replicated.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from .reference import Keys, Out, Queries, Values, padded_to, reference_attentio
 from .sparse import Nearest
 
 
-AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp with sp in its two factors
+AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp, with sp split into its two factors
 
 
 def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None) -> tuple[int, int]:
-    """`sp` as (ring, ulysses): as much ulysses as heads and kv heads (of one share of `tp`) allow, or the ring asked for.
+    """`sp` as (ring, ulysses): the largest ulysses that divides heads and kv_heads (per chip of `tp`), or the given ring.
 
-    Raises ValueError where `ring` does not divide `sp`, or what it leaves of `sp` does not divide the heads.
+    Raises ValueError if `ring` does not divide `sp`, or `sp / ring` does not divide the heads.
     """
     most = math.gcd(sp, heads, kv_heads)
     if ring is None:
@@ -65,13 +65,13 @@ def parallel_attention(
     ring: int | None = None,
     interpret=None,
 ) -> Out:
-    """Attention of whole arrays, the sequence split over `sp`. Fewer queries than that go to `attention_by_heads`.
+    """Attention of global arrays, the sequence split over `sp`; `attention_by_heads` if there are fewer queries than chips of `sp`.
 
     Args:
         local: attention of one chip, with the arguments of `reference_attention`.
-        interpret: of `local` where it is our kernel: bounds of keys are then computed before they travel, and kernels lay out
-            what travels. None: it is another.
-        ring: chips of `sp` around which keys travel, where T = S; None: as few as the heads allow. Raises as `plan_ring`.
+        interpret: of `local` if it is our kernel: key bounds are then computed before the exchange, and kernels lay out what
+            is sent. None: `local` is another kernel.
+        ring: chips of `sp` in the key ring, where T = S; None: as few as the heads allow. Raises as `plan_ring`.
     """
     q_len, kv_len = q.shape[2], k.shape[2]
     if q_len < mesh.shape["sp"]:
@@ -80,19 +80,19 @@ def parallel_attention(
     _refuse_ring(mask and mask.nearest, split)
 
     rows = None if mask is None else mask.queries
-    if rows is not None:  # such a row is zeros whatever its keys: its place is after the merge
+    if rows is not None:  # such a row is zero whatever its keys: applied after the merge
         mask = dataclasses.replace(mask, queries=None)
         mask = mask if mask.kind else None
     padded = q_len + -q_len % mesh.shape["sp"]
     q = padded_to(q, 2, padded)
     k, v = (padded_to(x, 2, padded if split_keys else kv_len) for x in (k, v))
-    # Rows of padding see no key either: one that no query sees may hold NaN.
+    # Padding rows see no key: a key that no real query sees may hold NaN.
     hidden = lambda x: padded_to(x, 2, padded, 0 if x.dtype == bool else -jnp.inf)  # noqa: E731
     mask = jax.tree.map(lambda x: hidden(x) if x.shape[2] > 1 else x, mask)
     if split_keys and split.ring > 1:
         mask = jax.tree.map(lambda x: padded_to(x, 3, padded), mask)
     kv_spec = split.spec if split_keys else P(split.dp, split.tp)
-    traded = ("tp", "ulysses") if split.tp else "ulysses"  # where heads are after the all-to-all, and rows on the ring
+    traded = ("tp", "ulysses") if split.tp else "ulysses"  # of heads after the all-to-all, when rows are on the ring
     out = jax.shard_map(
         functools.partial(
             _per_chip, scale=scale, local=local, kv_len=kv_len, split=split, keys=split_keys, interpret=interpret
@@ -106,7 +106,7 @@ def parallel_attention(
 
 
 class Split(NamedTuple):
-    """How the arrays of a call lie over `mesh`, whose axes are `AXES`. `dp`, `tp`: of batch and heads, None: whole."""
+    """How a call's arrays are sharded over `mesh`, with axes `AXES`. `dp`, `tp`: axes of batch and heads, None: replicated."""
 
     mesh: Mesh
     dp: str | None
@@ -116,12 +116,12 @@ class Split(NamedTuple):
 
     @property
     def spec(self) -> P:
-        """Of arrays whose sequence is split."""
+        """The spec of arrays whose sequence is split."""
         return P(self.dp, self.tp, ("ring", "ulysses"))
 
 
 def split_over(mesh: Mesh, q, k, wanted: int | None) -> Split:
-    """The split of a call over a mesh dp, sp, tp; keys of another length than the queries' are whole. Raises as `plan_ring`."""
+    """The split of a call over a mesh dp, sp, tp; keys are replicated if longer or shorter than queries. Raises as `plan_ring`."""
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     share = tp if q.shape[1] % tp == 0 and k.shape[1] % tp == 0 else 1
     ring, ulysses = sp, 1
@@ -135,9 +135,9 @@ def split_over(mesh: Mesh, q, k, wanted: int | None) -> Split:
 def attention_by_heads(
     q: Queries, k: Keys, v: Values, *, mask: Mask | None, scale: float, mesh: Mesh, local: Callable
 ) -> Out:
-    """As `parallel_attention`, for activations that lie anywhere: batch on `dp`, heads on `sp` and `tp` where they divide."""
+    """As `parallel_attention`, for activations of any sharding: batch on `dp`, heads on `sp` and `tp`, where these divide them."""
     if (local.func if isinstance(local, functools.partial) else local) is reference_attention:
-        # Plain operations: the compiler splits them as what is around them.
+        # Plain operations: the compiler shards them like those around them.
         return local(q, k, v, mask=mask, scale=scale)
     on_dp = "dp" if q.shape[0] % mesh.shape["dp"] == 0 else None
     choices = (("sp", "tp"), ("sp",), ("tp",), ())
@@ -154,11 +154,11 @@ def attention_by_heads(
 
 
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
-    """`kv_len`: keys of all chips that are no padding. `keys`: they are split as the queries."""
+    """Attention on one chip. `kv_len`: keys of all chips without padding. `keys`: keys are split like queries."""
     ring, ulysses, bounds_of = split.ring, split.ulysses, None
     if interpret is not None and keys and (mask is None or mask.kind == "nearest") and not current().differentiable:
         bounds_of = functools.partial(bounds_of_group, k, v, kv_len, split, interpret, None)
-    # Rows of one call may lie in any order where nothing tells them apart but what they hold.
+    # Rows may be in any order if neither a mask nor their position matters.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
     alike = all(x.shape[1] == 1 for x in jax.tree.leaves(mask))
     exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1 and alike)
@@ -175,7 +175,7 @@ def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: S
 
 
 def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text, *meanwhile: Callable) -> KeyBounds:
-    """Of the keys of all chips of a group, and of all heads. With text there is no ring."""
+    """`key_bounds` of all heads, over the keys of all chips of a Ulysses group. With text there is no ring."""
     tokens, ulysses = k.shape[2], split.ulysses
     place, seen = lax.axis_index("ulysses"), None
     if kv_len < split.ring * ulysses * tokens:
@@ -186,7 +186,7 @@ def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text, *meanwhile
 
 
 def around_ring(q, k, v, mask: Mask | None = None, bounds=None, *, local, kv_len: int, ring: int, place):
-    """(out, lse) in float32 of this chip's queries over the keys of all chips of the ring, of which `kv_len` are no padding."""
+    """(out, lse) in float32 of this chip's queries over the keys of the whole ring; those after `kv_len` are padding."""
     chunk, bounds = k.shape[2], bounds or {}
     hops = _hops(mask and mask.band, ring, chunk)
     state = None
@@ -201,14 +201,14 @@ def around_ring(q, k, v, mask: Mask | None = None, bounds=None, *, local, kv_len
         seen = local(q, k, v, mask=part, first_key=first_key, with_lse=True, **bounds)
         state = seen if state is None else merged(*state, *seen)
         if following is not None:
-            # One chunk is in flight while one is computed with. Unbound, the compiler (v5e, libtpu 0.0.42) sends all of
-            # them ahead of the kernels, whose time it does not know, and keeps every hop's result to the end.
+            # One chunk is in flight while another is used. Without the barrier the compiler (v5e, libtpu 0.0.42) sends all
+            # chunks before the kernels, whose time it cannot estimate, and keeps every hop's result to the end.
             (k, v, bounds), state = lax.optimization_barrier((sent, state))
     return state
 
 
 def _hops(band: tuple[int | None, int | None] | None, ring: int, chunk: int) -> list[int]:
-    """The hops that are of use to some chip: on hop h its keys lie h chunks before its queries, or ring - h after them."""
+    """The hops that some chip needs: on hop h its keys lie h chunks before its queries, or ring - h after them."""
     left, right = band or (None, None)
 
     def reach(chunks: int, side: int | None) -> bool:
@@ -218,21 +218,21 @@ def _hops(band: tuple[int | None, int | None] | None, ring: int, chunk: int) -> 
 
 
 def merged(out, lse, out_h, lse_h):
-    """Two parts of the keys as one. A row without keys has lse -inf and stays zeros: exp(-inf - 0)."""
+    """Merges the results of two parts of the keys. A row without keys has lse -inf and stays zero: exp(-inf - 0)."""
     both = jnp.logaddexp(lse, lse_h)
     base = jnp.where(jnp.isneginf(both), 0.0, both)[..., None]
     return out * jnp.exp(lse[..., None] - base) + out_h * jnp.exp(lse_h[..., None] - base), both
 
 
 def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:
-    """The spec of every part: an axis of one is whole on every chip, and so are all keys."""
+    """The spec of each part of a mask. Keys, and axes of length one, are replicated."""
     return jax.tree.map(
         lambda x: P(*(on if n > 1 else None for n, on in zip(x.shape, (on_batch, on_heads, on_rows)))), mask
     )
 
 
 class Text(NamedTuple):
-    """The stream that every chip has whole. `seen`: its tokens that are no padding, None: all; results of others are zeros."""
+    """Text tokens, replicated on every chip. `seen`: those that are not padding, None: all; results of the others are zero."""
 
     q: Float[Array, "B N L D"]
     k: Float[Array, "B K L D"]
@@ -263,23 +263,23 @@ def joint_attention(
     sequence: bool = True,
     near: Nearest | None = None,
 ) -> tuple[Out, Out]:
-    """Attention of latents, split over `sp`, and text in one softmax: results of both, split and whole.
+    """Attention of latents, split over `sp`, and replicated text in one softmax: (result of latents, of text), sharded alike.
 
         [out; out'] = softmax(scale [q; q'] [k; k']^T) [v; v']
 
-    A softmax knows no order: after the exchange the text's tokens stand behind the latents', and nothing is concatenated along
-    an axis that is split. On a ring the text is one more part of the keys, merged like a hop's.
+    A softmax does not depend on order: after the exchange text tokens follow the latents, and nothing is concatenated along
+    a sharded axis. On a ring the text is one more part of the keys, merged like a hop.
 
     Args:
-        mesh, local, ring, interpret: as of `parallel_attention`; `sequence` False: the latents lie anywhere.
-        pad_tokens: the last latents, which are none; their results are anything.
+        mesh, local, ring, interpret: as in `parallel_attention`; `sequence` False: latents have any sharding.
+        pad_tokens: padding at the end of the latents; its results are undefined.
         near: which latents see which; None: all.
     """
     tokens = q.shape[2]
     if mesh is None or mesh.size == 1 or not sequence or tokens < mesh.shape["sp"]:
         if mesh is not None and mesh.size > 1:
             local = functools.partial(attention_by_heads, mesh=mesh, local=local)
-        # All heads of a token side by side: heads of 64 entries by themselves XLA writes at a quarter of HBM's speed.
+        # All heads of a token side by side: XLA writes single heads of 64 entries at a quarter of HBM's bandwidth.
         rows = (jnp.concatenate([by_token(x) for x in pair], 1) for pair in ((q, text.q), (k, text.k), (v, text.v)))
         both = (as_heads(x, of.shape[3]) for x, of in zip(rows, (q, k, v)))
         out = local(*both, mask=joint_mask(tokens - pad_tokens, tokens, text, near), scale=scale)
@@ -307,7 +307,7 @@ def joint_attention(
 
 
 def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Split, interpret, near):
-    """`tokens`: the latents of all chips that are no padding."""
+    """`joint_attention` on one chip. `tokens`: latents of all chips without padding."""
     ring, ulysses = split.ring, split.ulysses
     chunk = k.shape[2] * ulysses
     place = lax.axis_index("ring") if ring > 1 else 0
@@ -338,7 +338,7 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
 
 
 def joint_mask(tokens: int, chunk: int, text: Text, near: Nearest | None = None) -> Mask | None:
-    """Of `chunk` latents, of which `tokens` are no padding and see each other as `near` says, and the text behind them."""
+    """The mask of `chunk` latents, then text. Latents after `tokens` are padding; the others see each other as `near` says."""
     near = near and dataclasses.replace(near, stop=chunk)
     if text.seen is None and tokens == chunk:
         return near and Mask(nearest=near)

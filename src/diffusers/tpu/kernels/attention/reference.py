@@ -1,6 +1,6 @@
 """The definition of correct: softmax(scale * q k^T + bias) v in float32, in blocks, never T x S at once.
 
-Per query block, key blocks are visited in order with a running maximum m, sum l and accumulator a (Milakov and
+For each block of queries, blocks of keys are visited in order with a running maximum m, sum l and accumulator a (Milakov and
 Gimelshein 2018, algorithm 3):  m' = max(m, max_j s_j);  l' = l e^(m-m') + sum_j e^(s_j-m');  a' = a e^(m-m') + e^(s-m') v.
 A row whose keys are all masked gives zeros, as torch's scaled_dot_product_attention does; its log-sum-exp is -inf.
 """
@@ -34,10 +34,10 @@ def reference_attention(
     block_kv: int = BLOCK_KV,
 ) -> Out | tuple[Out, LogSumExp]:
     """Attention in q's dtype; with `with_lse` in float32, and the natural log of each row's sum of e^score.
-    `again`: its backward pass computes scores again, and does not keep them.
+    `again`: the backward pass computes scores again instead of keeping them.
 
-    A key that the mask hides from every query, its `queries` left aside, can hold anything, NaN too. `first_row`, `first_key`: positions of the first query and the first
-    key, for the mask's band where one chip holds a part of the rows or keys.
+    A key that the mask (apart from `Mask.queries`) hides from every query may hold anything, even NaN. `first_row`, `first_key`:
+    positions of the first query and key, for the mask's band where one chip holds a part of the rows or keys.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, s_len = k.shape[1], k.shape[2]
@@ -55,7 +55,7 @@ def reference_attention(
     ]
 
     def scores(i, j):
-        """Of one block, [B, K, N/K, block_q, block_kv], -inf where a key is masked."""
+        """Scores of one block, [B, K, N/K, block_q, block_kv], -inf where a key is masked."""
         q_i, k_j = _block(q32, 3, i, block_q), _block(k32, 2, j, block_kv)
         s = jnp.einsum("bkgtd,bksd->bkgts", q_i, k_j, precision=lax.Precision.HIGHEST)
         rows, columns = i * block_q + jnp.arange(block_q)[:, None], j * block_kv + jnp.arange(block_kv)
@@ -80,7 +80,7 @@ def reference_attention(
         m_safe = jnp.where(jnp.isneginf(m_next), 0.0, m_next)
         p = jnp.exp(s - m_safe[..., None])
         rescale = jnp.exp(m - m_safe)
-        # A key that nobody sees may hold anything: 0 * NaN must not reach the sum.
+        # A key that no query sees may hold anything: 0 * NaN must not reach the sum.
         seen = ~jnp.isneginf(s).all((2, 3))
         v_j = jnp.where(seen[..., None], v_j, 0.0)
         a = a * rescale[..., None] + jnp.einsum("bkgts,bkse->bkgte", p, v_j, precision=lax.Precision.HIGHEST)
@@ -109,7 +109,7 @@ def reference_attention(
 
 
 def padded_to(x: jax.Array, axis: int, size: int, value: float = 0) -> jax.Array:
-    """x with this value behind it, `size` along the axis."""
+    """x padded at the end of an axis to `size`, with this value."""
     widths = [(0, size - n if a == axis else 0) for a, n in enumerate(x.shape)]
     return jnp.pad(x, widths, constant_values=value) if size != x.shape[axis] else x
 

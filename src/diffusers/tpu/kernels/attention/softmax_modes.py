@@ -1,8 +1,8 @@
 """The modes of the attention kernel: what it subtracts from scores, so that exponentials are finite and do not all vanish.
 
-Chosen per head and block of queries, on the device, by what scores (here times scale * log2 e) can be at most:
+The device chooses one per head and block of queries, by a bound on scores (here times scale * log2 e):
 
-* bound: |q| max_j |k_j|, at most `SMALLEST` and so small that sums stay finite: nothing is subtracted, nor rescaled.
+* bound: |q| max_j |k_j| is at most `SMALLEST`, and so small that sums stay finite. Nothing is subtracted or rescaled.
 * centred: with c the mean of the true keys and R = max_j |k_j - c|, q.k_j = q.c + e_j with |e_j| <= |q| R, and max_j e_j >= 0
   as the mean of e is 0 up to rounding. Subtracting q.c + max(0, |q| R - FREE) keeps every exponential below 2^FREE and the
   largest above 2^-(|q| R - FREE): exact in float32 as long as |q| R is at most `largest_radius`.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 BOUND, CENTRED, ONLINE = "bound", "centred", "online"
 MODES = (BOUND, CENTRED, ONLINE)  # the cheapest first
-FIRST_CODE = 1_000_001  # no loop counts so far: `planner.bundles` tells modes and rounds apart in a schedule
+FIRST_CODE = 1_000_001  # above any loop count: `planner.bundles` tells mode codes from loop counts in a schedule
 CODES = {mode: FIRST_CODE + n for n, mode in enumerate(MODES)}
 
 FREE = 60.0  # around the mean, exponentials may grow to 2^FREE: sums over 2^20 keys times values of 2^40 stay finite
@@ -24,19 +24,19 @@ SMALLEST = 100.0  # the largest exponential of a row may be 2^-SMALLEST: what is
 
 
 def largest_radius(alike: bool) -> float:
-    """The largest |q| R for which "centred" is exact; half where rows do not all see the same keys (`alike`)."""
+    """The largest |q| R for which "centred" is exact; half of it unless all rows see the same keys (`alike`)."""
     return (FREE + SMALLEST) / (1 if alike else 2)
 
 
 class ModeCounter:
-    """Of the blocks of queries of all heads, how many went each mode, by call. A debugging aid."""
+    """Counts, per call, the blocks of queries of all heads that ran in each mode. A debugging aid."""
 
     def __init__(self):
         self._blocks: dict[str, Counter] = {}
-        self._lock = threading.Lock()  # every chip reports from a thread of its own
+        self._lock = threading.Lock()  # each chip reports from its own thread
 
     def of(self, called: str) -> Callable:
-        """A function that counts the codes of one chip's call."""
+        """A function that counts the mode codes of one chip's call."""
 
         def add(codes):
             with self._lock:
@@ -46,12 +46,12 @@ class ModeCounter:
         return add
 
     def clear(self):
-        """Counts from here on."""
+        """Resets all counts."""
         with self._lock:
             self._blocks.clear()
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Call -> mode -> the share of blocks so far."""
+        """Call -> mode -> share of blocks counted so far."""
         with self._lock:
             return {
                 called: {mode: count / blocks.total() for mode, count in blocks.items()}

@@ -1,13 +1,13 @@
-"""Sparse attention of a video's tokens among themselves: tiles of queries see the tiles of keys nearest in time and space.
+"""Sparse self-attention of a video's tokens: each tile of queries sees the tiles of keys nearest in time and space.
 
-Tokens are put in the order of columns, one cell of space after another and the frames of each in order, so that `Tiles` of consecutive
-ones are compact. A tile of queries sees as many tiles of keys as every other: those with most of
+Tokens are reordered by columns: one spatial cell after another, each with its frames in order, so that tiles of consecutive
+tokens are compact. All tiles of queries see equally many tiles of keys, those with the largest
 
     sum over its queries and their keys of 1 / ((dt + e) (ds + e))
 
-with distances dt and ds as shares of the video's length and of its height and width. What is near in time is so seen over the whole
-frame, and what is near in space over all frames, as in radial attention (Li et al. 2025), by tiles that are large enough for this kernel.
-A last tile of keys that is not full is seen by all: so the kernel masks in the last steps of each tile of queries alone.
+with distances dt and ds as shares of the video's length and of its height and width. So frames near in time are seen whole, and
+places near in space in all frames, as in radial attention (Li et al. 2025), but in tiles large enough for this kernel. A last tile
+of keys that is not full is seen by all tiles of queries: the kernel then masks only in the last steps of each.
 """
 
 import functools
@@ -26,32 +26,32 @@ from ..pallas import ROWS, round_up
 
 MOST_KEYS = 2048  # of a tile
 LEAST_TILES = 16  # of keys
-CHUNK = 128  # tokens whose middle stands for them
+CHUNK = 128  # tokens whose mean position represents them
 SOFTENED = 0.05  # e
-PATCHES = (1, 2, 4)  # sides, in latents, that models make one token of
+PATCHES = (1, 2, 4)  # sides of a patch, in latents, that models turn into one token
 
 
 class Tiles(NamedTuple):
-    """Tokens of a tile of queries and of one of keys, and of each of the first the tiles of the second that it sees."""
+    """Tokens of a tile of queries, tokens of a tile of keys, and per tile of queries the tiles of keys that it sees."""
 
     queries: int
     keys: int
     seen: tuple[tuple[int, ...], ...]
 
     def visited(self, tokens: int, kv_len: int) -> np.ndarray:
-        """By tile of queries, the tiles of keys that it sees, with those of what stands behind so many tokens."""
+        """Per tile of queries, the tiles of keys that it sees, and those of the keys after `tokens`."""
         behind = range(-(-tokens // self.keys), -(-kv_len // self.keys))
         return np.array([(*seen, *behind) for seen in self.seen], np.int32)
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """Which tokens see which; what is static of a call.
+    """Which tokens see which: the static part of a call.
 
     Attributes:
-        grid: frames, height and width, in tokens: those that come first.
+        grid: frames, height and width in tokens; the video's tokens come first.
         sparsity: share of the tiles of keys that a tile of queries does not see.
-        stop: tokens from `tokens` up to here are padding. What stands behind them sees all, and is seen by all.
+        stop: positions from `tokens` up to here are padding. Tokens behind it see all, and are seen by all.
     """
 
     grid: tuple[int, int, int]
@@ -82,7 +82,7 @@ class Nearest:
 
     @property
     def share(self) -> float:
-        """Of the video that a token sees, as a mean."""
+        """The mean share of the video that a token sees."""
         tiles = self.tiles
         sizes = np.diff([*range(0, self.tokens, tiles.keys), self.tokens])
         return float(np.mean([sizes[[*seen]].sum() for seen in tiles.seen])) / self.tokens
@@ -94,7 +94,7 @@ class Nearest:
         return self._moved(x, (frames, height // a, a, width // b, b), (1, 3, 0, 2, 4))
 
     def in_frames(self, x: Float[Array, "B N T D"]) -> Float[Array, "B N T D"]:
-        """The way back."""
+        """The inverse of `in_columns`."""
         frames, height, width = self.grid
         a, b = self.cell
         return self._moved(x, (height // a, width // b, frames, a, b), (2, 0, 3, 1, 4))
@@ -106,7 +106,7 @@ class Nearest:
         return jnp.swapaxes(rows.reshape(batch, tokens, heads, dim), 1, 2)
 
     def seen_by(self, rows: Array, columns: Array) -> Array:
-        """Whether queries [T, 1] see keys [S], by their places in the sequence: [T, S]."""
+        """Whether queries at positions [T, 1] see keys at positions [S]: [T, S]."""
         tiles, tokens = self.tiles, self.tokens
         place = np.empty(tokens, np.int32)  # in the order of tiles
         place[_order(self.grid, self.cell)] = np.arange(tokens)
@@ -124,9 +124,9 @@ class Nearest:
 
 
 def nearest(latents: tuple[int, int, int], sparsity: float, tokens: int, stop: int) -> Nearest | None:
-    """What a sequence of so many tokens is of a video with latents of these frames, height and width; None: it is not one token a patch.
+    """`Nearest` for `tokens` of a video with latents of these frames, height and width; None: no patch size gives `tokens`.
 
-    `stop`: as of `Nearest`, padding included.
+    `stop`: as in `Nearest`, padding included.
     """
     for patch_t, patch in itertools.product(PATCHES, PATCHES):
         grid = tuple(-(-n // size) for n, size in zip(latents, (patch_t, patch, patch)))
@@ -136,7 +136,7 @@ def nearest(latents: tuple[int, int, int], sparsity: float, tokens: int, stop: i
 
 
 def by_tiles(local: Callable, q, k, v, mask, **how):
-    """Attention by `local`, which takes `Tiles` of q, k and v in their order, of what `mask.nearest` says; of queries behind all of it."""
+    """Attention as `mask.nearest` says, by `local` on q, k and v in the order of `Tiles`; queries behind the video see all."""
     near = mask.nearest
     tokens, stop, behind = near.tokens, near.stop, k.shape[2] > near.stop
     rest = replace(mask, nearest=None)
@@ -161,7 +161,7 @@ def by_tiles(local: Callable, q, k, v, mask, **how):
 
 @functools.lru_cache(256)
 def _cell(grid: tuple[int, int, int], tiles: int) -> tuple[int, int]:
-    """Height and width of a cell: as many cells along each as tiles along the frames, and rows that move as whole registers if there are any."""
+    """Height and width of a cell: about as many cells along each as tiles along frames; rows of whole registers, if possible."""
     frames, height, width = grid
     along = tiles ** (1 / 3)
 
@@ -175,7 +175,7 @@ def _cell(grid: tuple[int, int, int], tiles: int) -> tuple[int, int]:
 
 
 def _order(grid: tuple[int, int, int], cell: tuple[int, int]) -> np.ndarray:
-    """Places in the sequence, by place in the order of tiles."""
+    """Positions in the sequence, indexed by position in the order of tiles."""
     (frames, height, width), (a, b) = grid, cell
     places = np.arange(math.prod(grid)).reshape(frames, height // a, a, width // b, b)
     return places.transpose(1, 3, 0, 2, 4).reshape(-1)
@@ -192,7 +192,7 @@ def _seen(near: Nearest) -> tuple[tuple[int, ...], ...]:
     mass = sizes[:, None] * sizes / ((dt + SOFTENED) * (ds + SOFTENED))
     mass = np.add.reduceat(mass, np.arange(0, len(mass), queries // CHUNK))
     mass = np.add.reduceat(mass, np.arange(0, mass.shape[1], keys // CHUNK), 1)
-    mass[np.arange(len(mass)), np.arange(len(mass)) * queries // keys] = np.inf  # its own
+    mass[np.arange(len(mass)), np.arange(len(mass)) * queries // keys] = np.inf  # its own tile
     shared = near.tokens % keys != 0
     if shared:
         mass[:, -1] = np.inf

@@ -1,4 +1,4 @@
-"""JAX's stock splash attention for TPU, which `kernel` is compared with. Key masks and padding are segment ids.
+"""JAX's splash attention for TPU, with which `kernel` is compared. Key masks and padding become segment ids.
 
 q is multiplied by the scale in float32 before it is rounded to the kernel's dtype.
 """
@@ -17,7 +17,7 @@ BLOCKS = (1024, 1024, 512)
 
 
 def unsupported(q, k, v, mask: Mask | None) -> str | None:
-    """What of this call splash does not take, or None."""
+    """What splash does not support of this call, or None."""
     if q.shape[1] != k.shape[1]:
         return f"{q.shape[1]} query heads over {k.shape[1]} key heads"
     if mask is None:
@@ -43,9 +43,9 @@ def splash_attention(
     differentiable: bool = False,
     interpret: bool = False,
 ) -> Out:
-    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`; a ring).
+    """Attention in q's dtype on one chip. Raises NotImplementedError for what is `unsupported`, and for `with_lse`.
 
-    `blocks`: queries, keys, and keys of one inner step; of the backward pass too, where it is `differentiable`.
+    `blocks`: queries, keys, and keys of one inner step; also for the backward pass, if `differentiable`.
     """
     mask = mask or Mask()
     if reason := "with_lse" if with_lse else unsupported(q, k, v, mask):
@@ -69,13 +69,13 @@ def splash_attention(
     back = {}
     if differentiable:
         back = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": inner}
-        back["use_fused_bwd_kernel"] = True  # a quarter faster than two (v6e), for a dq of each block of keys
+        back["use_fused_bwd_kernel"] = True  # a quarter faster than two (v6e), but keeps a dq per block of keys
     kernel = splash.make_splash_mha_single_device(
         mask=splash.MultiHeadMask([one((q_padded, s_padded))] * heads),
         block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner, **back),
         interpret=interpret,
     )
-    # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
+    # The kernel's products are exact for bfloat16 operands; the compiler refuses a higher precision for them.
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
     seen = valid.any(1)[:, None, None, None]
@@ -83,6 +83,6 @@ def splash_attention(
 
 
 def _segments(valid: Array, q_len: int) -> splash.SegmentIds:
-    """Keys that are not valid, as another segment than all queries."""
+    """Segment ids: 0 for queries and valid keys, 1 for keys that are not valid."""
     queries = jnp.zeros((valid.shape[0], q_len), jnp.int32)
     return splash.SegmentIds(q=queries, kv=jnp.where(valid, 0, 1).astype(jnp.int32))

@@ -1,6 +1,6 @@
-"""A causal model's loop over chunks of frames as one scan, whose carry is the last frames of its layers.
+"""A causal model's loop over chunks of frames as one scan, which carries the last frames of its layers.
 
-`scan_chunks`: the first frame is a chunk. `scan_batches`: the first chunk is one frame longer than the others, or as long.
+`scan_chunks`: the first chunk is the first frame. `scan_batches`: the first chunk has the remainder too.
 """
 
 import contextvars
@@ -16,25 +16,25 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from ..settings import bound, current
 
 
-SETTLED = 5  # chunks after which every cache has its shape: two frames are kept of chunks of one, once there are two
+SETTLED = 5  # chunks after which cache shapes are final: of one-frame chunks two frames are kept, once there are two
 
 
 def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -> jax.Array:
-    """`step` of each chunk of `size` frames of a traced x, one after another, its outputs joined in time.
+    """Scans `step` over chunks of `size` frames of a traced x and concatenates its outputs in time.
 
-    The first chunk is the first frame behind frames of zeros, so that one program computes all chunks: the last frame of its
-    output is kept. The step keeps the zeros from that frame and from the cache. One frame in all is no chunk: its number is None.
+    The first chunk is zero frames, then the first frame, so that one program computes all chunks; of its output only the last
+    frame is kept. `step` must keep the zeros out of that frame and the cache. If x has only one frame, its number is None.
 
     Args:
         step: (chunk, cache, number of the chunk, a traced scalar) -> (output, cache for the next chunk). The first chunk
             gets a cache of zeros.
         size: divides the number of frames less one.
-        empty: the cache of a step that has no other before it.
+        empty: the cache of a step without an earlier one.
         axis: of time.
 
     Raises:
         ValueError: a number of frames that does not fit.
-        NotImplementedError: an entry of the cache that never keeps its shape.
+        NotImplementedError: a cache entry whose shape keeps changing.
     """
     frames = x.shape[axis]
     if (frames - 1) % size:
@@ -44,7 +44,7 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     x = jnp.pad(x, [(size - 1, 0) if a == axis else (0, 0) for a in range(x.ndim)])
     chunks = _in_parts(x, size, axis)
 
-    @functools.partial(jax.jit, inline=True)  # traced once for one shape of cache
+    @functools.partial(jax.jit, inline=True)  # traced once per shape of the cache
     def one(cache, numbered):
         number, chunk = numbered
         out, cache = step(chunk, cache, number)
@@ -58,24 +58,24 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     return lax.slice_in_dim(outs, dropped, outs.shape[axis], axis=axis)
 
 
-# Of the batch that is traced: whether it is the video's first, a traced scalar, None: it is where nothing was kept; and whether the
-# first batch has a frame before those that all have. In the others that place is empty, at every level.
+# Of the batch being traced: (whether it is the video's first, as a traced scalar; None: it is if no frames were kept; whether the
+# first batch has one more frame at its front). In the other batches that place is empty, at every level.
 _batch = contextvars.ContextVar("diffusers_tpu_batch", default=(None, False))
 
 
 def full_places(frames: int) -> jax.Array | None:
-    """Which of a map's `frames` are not empty in this batch; None: all."""
+    """Which of a map's `frames` hold data in this batch; None: all."""
     first, longer = _batch.get()
     return first | (jnp.arange(frames) > 0) if longer else None
 
 
 @dataclass(frozen=True)
 class Behind:
-    """Frames x behind others, along `axis`.
+    """Frames x that follow other frames along `axis`.
 
     Attributes:
-        before: those others. The last `over` of them stand in the place of x's first.
-        first: where this traced truth holds, x's first frame stands in the place of each of them; None: nowhere.
+        before: the other frames. The last `over` of them replace x's first ones.
+        first: a traced bool; where True, x's first frame replaces each frame of `before`. None: never.
     """
 
     before: jax.Array
@@ -86,11 +86,11 @@ class Behind:
 
     @property
     def place(self) -> int:
-        """Of x's first frame."""
+        """The position of x's first frame."""
         return self.before.shape[self.axis] - self.over
 
     def frames_before(self, own: jax.Array) -> jax.Array:
-        """`before`, for x's first frame."""
+        """`before`, given x's first frame `own`."""
         return self.before if self.first is None else jnp.where(self.first, own, self.before)
 
     def joined(self) -> jax.Array:
@@ -105,9 +105,9 @@ def causal_pad(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1)
 
 
 def causal_frames(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> Behind:
-    """x with so many frames before it: those `kept` of the batch before, in the first batch its own first frame.
+    """x with `frames` frames before it: those `kept` of the previous batch, in the first batch copies of its own first frame.
 
-    Where its first place is empty, they come before the second, and something comes before them.
+    If x's first place may be empty, they precede the second place, and a filler frame precedes them.
     """
     first, longer = _batch.get()
     if kept is None:
@@ -118,11 +118,11 @@ def causal_frames(x: jax.Array, kept: jax.Array | None, frames: int, axis: int =
 
 
 def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.Array:
-    """`step` of batches of `size` frames of a traced x, one after another, its outputs joined in time.
+    """Scans `step` over batches of `size` frames of a traced x and concatenates its outputs in time.
 
-    The first batch holds the remainder as well. For a remainder of one frame, with an even size, the others have an empty place,
-    so that one program computes them all: `causal_frames` and `full_places` leave it out. With a longer remainder the
-    first batch is a program of its own. `step`: (batch, cache, None for the first) -> (output, cache, whose shapes stay).
+    The first batch also holds the remainder. If that is one frame and `size` is even, the other batches get an empty place, which
+    `causal_frames` and `full_places` leave out, so that one program computes all. With any other remainder the first batch is
+    computed separately. `step`: (batch, cache, which is None for the first) -> (output, cache, whose shapes do not change).
     """
     frames = x.shape[axis]
     first = frames if frames < 2 * size else size + frames % size
@@ -157,7 +157,7 @@ def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.
 
 
 def _columns_minor(out: jax.Array, axis: int) -> jax.Array:
-    """Of a video whose channels come before its frames, as it is to be kept. As a convolution gives it, three channels would take 128 lanes."""
+    """On TPU, a video with channels before frames, stored columns minor: as convolutions return it, 3 channels take 128 lanes."""
     if axis != 2 or current().platform != "tpu":
         return out
     return with_layout_constraint(out, Layout(tuple(range(out.ndim))))
@@ -173,7 +173,7 @@ def _joined(parts: jax.Array, axis: int) -> jax.Array:
 
 
 def _as_it_stays(after: Callable, cache):
-    """The shapes of the cache once they stay. `after`: cache before a chunk -> cache after it."""
+    """The final shapes of the cache. `after`: cache before a chunk -> cache after it."""
     for _ in range(SETTLED):
         before, cache = cache, after(cache)
         if cache == before:

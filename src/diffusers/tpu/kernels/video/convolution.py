@@ -1,8 +1,8 @@
-"""Convolution of a video with its columns for the batch.
+"""Convolution of a video, with its columns as the batch.
 
-A convolution of one map in its usual form the TPU compiler takes apart into pieces of the width, at many times the cost in
-both times. Here columns are the lines of our kernel; where it does not take a call, each tap along the width gives features of its
-own, which are then summed one column apart.
+The TPU compiler splits the usual convolution of one map into pieces of the width, which takes many times as long to compile and
+to run. Here columns are the lines of our kernel. For calls that it does not support, each tap along the width gives separate
+features, which are then summed one column apart.
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from ..convolution import convolution
 from ..settings import current
 
 
-# A float32 is the sum of three bfloat16 numbers; which of their products make up one of float32, by precision.
+# By precision, the products of bfloat16 parts that make up a float32 product; a float32 is the sum of three parts.
 PRODUCTS = {
     "default": ((0, 0),),
     "high": ((0, 0), (1, 0), (0, 1)),
@@ -30,9 +30,9 @@ def by_columns(
     repeated: bool = False,
     residual: Float[Array, "B V U G O"] | None = None,
 ) -> Float[Array, "B V U G O"]:
-    """A convolution summed in float32 and rounded once: `padding` and `strides` of time and height; the width is padded already, its stride is 1.
+    """A convolution summed in float32 and rounded once. `padding`, `strides`: of time and height; the width has padding, stride 1.
 
-    `repeated`: the height is padded by its ends, not by zeros. `residual`: what is then added.
+    `repeated`: the height is padded by its edge rows, not by zeros. `residual`: is added to the result.
     """
     dtype, taps, features, (in_time, (top, bottom)) = x.dtype, w.shape[2], w.shape[4], padding
     x, w = _as_the_unit_has_it(x, w)
@@ -53,9 +53,9 @@ def by_columns(
 def doubled_by_lines(
     x: Float[Array, "B L+2 T P C"], w: Float[Array, "l p C O"], b: Float[Array, " O"]
 ) -> Float[Array, "B 2*L T 2*P O"]:
-    """The convolution, rounded once, of frames each of whose positions has become four; a line stands beside them on both sides.
+    """The convolution, rounded once, of frames that are doubled in lines and positions; x has one more line on both sides.
 
-    Lines are columns or rows. Our kernel reads x as it is; where it does not take a call, lines that are alike are convolved once.
+    Lines are columns or rows. Our kernel reads x undoubled; for calls that it does not support, equal lines are convolved once.
     """
     dtype = x.dtype
     x, w = _as_the_unit_has_it(x, w)
@@ -88,21 +88,21 @@ def _taps(x, w, padding, strides):
 
 
 def _as_the_unit_has_it(x, w):
-    """Both as they are, or of float32 on a TPU as products of bfloat16."""
+    """x and w unchanged, or if float32 on a TPU by `as_bfloat16_products`."""
     if x.dtype == w.dtype == jnp.float32 and current().platform == "tpu":
         return as_bfloat16_products(x, w, PRODUCTS[current().convolutions])
     return x, w
 
 
 def as_bfloat16_products(x, w, products):
-    """x [..., C] and w [..., C, O] in bfloat16 with more channels, whose convolution is that of the float32 ones.
+    """x [..., C] and w [..., C, O] in bfloat16 with more channels, whose convolution is that of the float32 arrays.
 
-    What the compiler does with a float32 convolution, but as one convolution: with channels for one matrix unit to take.
+    The compiler computes a float32 convolution by the same products, but not as one convolution that matrix units sum.
     """
 
     def terms(a):
         for _ in range(3):
-            term = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # which no optimisation leaves out
+            term = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # optimisations do not remove it
             yield term.astype(jnp.bfloat16)
             a = a - term
 

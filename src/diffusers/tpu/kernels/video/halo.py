@@ -1,8 +1,8 @@
 """A map split over its width: each chip computes one shard, with a halo of its neighbours' columns where an operator reads beyond.
 
-Inside of `shard_width` padding along the width brings the halo, and attention sees the whole map's keys, by `halo_shards()`; nothing
-else may mix columns. A width that the chips do not divide is filled up on the right, tiles below and on the right: no column
-of the map depends on that. `axis` is the width's, the height lies before it.
+Inside of `shard_width` operators that pad the width fetch the halo, and attention gathers the whole map's keys, both by
+`halo_shards()`; nothing else may mix columns. A width that the chips do not divide is padded on the right, tiles at the bottom and
+right; no column of the map depends on the padding. `axis` is the width's; the height's is before it.
 """
 
 import contextvars
@@ -29,25 +29,25 @@ class NotByShards(NotImplementedError):
     """An operator needs the whole map."""
 
 
-FACTORS = [Fraction(2) ** power for power in range(-6, 7)]  # of the finer and coarser maps of one model
+FACTORS = [Fraction(2) ** power for power in range(-6, 7)]  # scales of the finer and coarser maps of one model
 
 
 def as_finer(own, size: int, became: int):
-    """The number that `own` rows or columns become where `size` of them become `became`; halves are cut off."""
+    """How many rows or columns `own` become, if `size` of them become `became`; rounded down."""
     factor = next(f for f in FACTORS if int(size * f) == became)
     return own * factor.numerator // factor.denominator
 
 
 @dataclass(frozen=True)
 class HaloShards:
-    """How maps are split here.
+    """How maps are sharded where this is traced.
 
     Attributes:
-        axes: of the mesh, over which `count` chips side by side hold shards side by side.
+        axes: mesh axes over which `count` chips hold the shards, in the order of columns.
         height, width: of the map that was split; other maps are finer or coarser by a power of two.
         local: the columns of one shard of it.
-        own: rows and columns that are not filled up, traced scalars; None: all.
-        keys_here: attention's keys are all on each shard: of text, or of the frames of one position.
+        own: rows and columns without padding, traced scalars; None: all.
+        keys_here: each shard has all of attention's keys: those of text, or of the frames of one position.
     """
 
     axes: tuple[str, ...]
@@ -64,16 +64,16 @@ class HaloShards:
 
     @property
     def filled(self) -> bool:
-        """The last shards hold columns that are not the map's."""
+        """Whether the last shards hold padding."""
         return self.width < self.count * self.local
 
     def with_neighbours(
         self, x: jax.Array | Behind, left: int, right: int, axis: int = -1, repeated=False
     ) -> jax.Array:
-        """A shard with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
+        """A shard with `left` and `right` columns of its neighbours as a halo; beyond the map zeros, or its last column `repeated`.
 
-        Rows that are filled up become as what is beyond the map. What computes a video writes it where it stands in the result: nothing is
-        copied afterwards. `x`: or frames behind others.
+        Padding is overwritten by what is beyond the map. A video is written into the result where it is computed, without a copy
+        afterwards. `x`: an array, or a `Behind`.
 
         Raises NotByShards where a neighbour has fewer columns.
         """
@@ -88,7 +88,7 @@ class HaloShards:
                 f"expected shards of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
             )
         place = lax.axis_index(self.axes) if self.count > 1 else 0
-        last = self.columns(local) - 1 - place * local  # of the map, seen from this shard
+        last = self.columns(local) - 1 - place * local  # of the map, counted from this shard's first column
 
         def filled(part):
             if self.count == 1 and self.own is not None:
@@ -96,7 +96,7 @@ class HaloShards:
                 return _filled_up(_filled_up(part, rows - 1, axis - 1, repeated), columns - 1, axis, repeated)
             return _filled_up(part, last, axis, repeated) if self.filled else part
 
-        in_place = x.ndim == 5  # a map's columns lie within registers, where that is slow
+        in_place = x.ndim == 5  # columns of a single map lie within registers, where this is slow
         first = left if in_place else 0
         if in_place:
             sizes, there = list(x.shape), [left if a == axis else 0 for a in range(x.ndim)]
@@ -107,7 +107,7 @@ class HaloShards:
                 there[behind.axis] = behind.place
             whole = lax.dynamic_update_slice(lax.empty(tuple(sizes), x.dtype), filled(x), there)
             if behind is not None:
-                # x's first frame is read from where x is written: nothing has to hold x beside that.
+                # x's first frame is read from the result, so that x itself need not be kept.
                 own = [1 if a == behind.axis else size for a, size in enumerate(x.shape)]
                 before = behind.frames_before(lax.dynamic_slice(whole, there, own))
                 before = before if behind.first is None else lax.optimization_barrier(before)
@@ -131,18 +131,18 @@ class HaloShards:
         if not in_place:
             beside = edges.get(0), whole, edges.get(left + local)
             return jnp.concatenate([part for part in beside if part is not None], axis)
-        # A column that is chosen while it is written would be read from where it is written, which the compiler copies whole.
+        # Without the barrier the chosen column is read from the array that it is written to, which the compiler then copies whole.
         edges = lax.optimization_barrier(edges) if repeated else edges
         for start, edge in edges.items():
             whole = lax.dynamic_update_slice_in_dim(whole, edge, start, axis)
         return whole
 
     def _own(self, height: int, width: int) -> tuple[jax.Array, jax.Array]:
-        """Rows and columns that are not filled up, where the map has this height and width."""
+        """Rows and columns without padding, of a map of this height and width."""
         return as_finer(self.own[0], self.height, height), as_finer(self.own[1], self.width, width)
 
     def own_positions(self, height: int, width: int) -> jax.Array | None:
-        """Which positions of a shard of this size are not filled up [height | 1, width]; None: all."""
+        """Which positions of a shard of this size are not padding, [height, width]; None: all."""
         if self.own is None and not self.filled:
             return None
         if self.filled:
@@ -152,12 +152,12 @@ class HaloShards:
         return (jnp.arange(height) < rows)[:, None] & (jnp.arange(width) < columns)
 
     def of_positions(self, positions: int) -> tuple[int, int]:
-        """Rows and columns of a shard that has so many positions."""
+        """Rows and columns of a shard with so many positions."""
         sizes = ((int(self.height * f), int(self.local * f)) for f in FACTORS)
         return next(size for size in sizes if math.prod(size) == positions)
 
     def everyones(self, k: jax.Array, v: jax.Array, frames: int = 1) -> tuple:
-        """(keys, values of the whole map, frame after frame, in a frame chip after chip; which keys are not filled up, None: all)."""
+        """(keys, values, which keys are not padding, None: all) of the whole map: frame by frame, within a frame chip by chip."""
         if self.count == 1 and self.own is None:
             return k, v, None
         tokens = k.shape[2] // frames
@@ -179,7 +179,7 @@ class HaloShards:
 
 
 def _filled_up(x: jax.Array, last: jax.Array, axis: int, repeated: bool) -> jax.Array:
-    """x with zeros, or what is at `last` `repeated`, in the places after it."""
+    """x with zeros, or the entry at `last` if `repeated`, in the places after `last`."""
     size = x.shape[axis]
     place = jnp.arange(size).reshape(-1, *(1,) * (x.ndim - 1 - axis))
     beyond = lax.dynamic_slice_in_dim(x, jnp.clip(last, 0, size - 1), 1, axis) if repeated else 0
@@ -190,18 +190,18 @@ _halo_shards = contextvars.ContextVar("diffusers_tpu_halo_shards", default=None)
 
 
 def halo_shards() -> HaloShards | None:
-    """How maps are split where this is traced; None outside of `shard_width` and `over_tiles`."""
+    """How maps are sharded where this is traced; None outside of `shard_width` and `over_tiles`."""
     return _halo_shards.get()
 
 
 def keys_here(here: bool = True):
-    """A context in which attention's keys are all on each shard, if it is so or was, and not those of a part of the map."""
+    """A context in which each shard has all of attention's keys, if `here` or if it was so before, and not a part of them."""
     split = _halo_shards.get()
     return bound(_halo_shards, split and replace(split, keys_here=here or split.keys_here))
 
 
 def _on_shard(shards: HaloShards, function: Callable, *arrays):
-    """`function` of arrays on one chip, with these `halo_shards()`; operators spread nothing further."""
+    """`function` of arrays on one chip, with these `halo_shards()` and no mesh, so that operators shard nothing further."""
     with bound(_halo_shards, shards), using(replace(current(), mesh=None)):
         return function(*arrays)
 
@@ -209,11 +209,11 @@ def _on_shard(shards: HaloShards, function: Callable, *arrays):
 def shard_width(
     function: Callable, x: jax.Array, multiple: int = 1, axis: int = -1, maps: tuple = (), beside: tuple = ()
 ):
-    """`function(x, *maps, *beside)` of a traced map [B, ...], one shard of the width a chip; a batch that `dp` divides lies over it.
+    """`function(x, *maps, *beside)` of a traced map [B, ...], a shard of the width per chip; `dp` splits a batch that it divides.
 
     Args:
-        function: gives a map with f times the columns, for any f, or several in any structure; it mixes columns by `halo_shards()` alone.
-        multiple: of columns, that a shard must have: how often the function halves the width.
+        function: returns a map with f times the columns, for any f, or a pytree of them; it mixes columns only by `halo_shards()`.
+        multiple: divides the columns of a shard: 2^n if the function halves the width n times.
         maps, beside: further maps, finer or coarser by a power of two, and further arrays of the batch [B, ...].
     """
     mesh, axis = current().mesh, axis % x.ndim
@@ -245,7 +245,7 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
     """`function` of each of the traced tiles x [N, ...], one after another on a chip; chips share the tiles.
 
     Args:
-        own: [N, 2], rows and columns of each that are not filled up; None: all. What becomes of the others is anything.
+        own: [N, 2], rows and columns of each tile without padding; None: all. Results of padding are undefined.
     """
     mesh, chips, axis = current().mesh, current().chips, axis % x.ndim
     height, width = x.shape[axis - 1], x.shape[axis]
@@ -265,9 +265,9 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
 
 
 def attention_by_frame(q: Queries, k: Keys, v: Values, frames: int) -> Out:
-    """Attention of the positions of `frames` maps, one after another, each to those of its own frame and of the earlier.
+    """Attention among the positions of `frames` maps, frame by frame: each sees its own frame and the earlier ones.
 
-    Where a chip has a shard of each map, keys are those of whole maps. Raises as `attention` does.
+    If maps are sharded, keys are those of whole maps. Raises as `attention` does.
     """
     seen = None
     if halo_shards() is not None:

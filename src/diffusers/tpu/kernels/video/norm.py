@@ -1,4 +1,4 @@
-"""Group norm of a map that may lie over chips: statistics are of the whole map's own positions."""
+"""Group norm of a map that may be sharded: statistics are of the whole map, without padding."""
 
 import functools
 
@@ -20,8 +20,8 @@ Map = Float[Array, "B T H W C"]
 def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
     """Mean and variance in float32 of each group of neighbouring channels, over all frames of the batch and the whole map.
 
-    Read once: sums are of what is left of x without the mean of its first column, so that they cancel little, and what chips
-    and channels have is put together by Chan, Golub and LeVeque's formula for the variance of parts.
+    x is read once. The mean of its first column is subtracted before summing, to reduce cancellation. The sums of chips and
+    channels are combined by Chan, Golub and LeVeque's formula for the variance of parts.
     """
     split, spread = halo_shards(), (1, 2, 3)
     pivot = x[:, :, :, :1].astype(jnp.float32).mean(spread)
@@ -70,14 +70,14 @@ def normed_by_place(
     shift: Float[Array, "B t h w C"],
     silu: bool = False,
 ) -> Map:
-    """Group norm of x, times `scale` plus `shift`, which are of a coarser map: each of its positions is of a block of x.
+    """Group norm of x, times `scale` plus `shift`, which are coarser maps: each of their positions applies to a block of x.
 
-    A first frame of an odd number of them is a block of its own. With `silu`, that of the result, which is rounded before it.
+    If the number of frames is odd, the first is a block of its own. `silu`: it is applied to the rounded result.
     """
     factor, summand = _group_norm(x, weight, bias, groups, eps)
     scale, shift = (a.astype(jnp.float32) for a in (scale, shift))
     factor, summand = factor * scale, summand * scale + shift
-    # As convolutions have them: the width is where a block is spread without a copy.
+    # The layout of convolutions: along the width a block is broadcast without a copy.
     columns, settings = x.transpose(0, 3, 1, 2, 4), current()
     factor, summand = (repeated_in_time(a, x.shape[1]).transpose(0, 3, 1, 2, 4) for a in (factor, summand))
     run = functools.partial(_applied, silu=silu)
@@ -89,16 +89,16 @@ def normed_by_place(
 
 
 def _applied(x: Float[Array, "B W T H C"], factor: Float[Array, "B w T h C"], summand, silu: bool):
-    """x times the factor plus the summand, of the coarser map's blocks, and its SiLU."""
+    """x times `factor` plus `summand`, broadcast from coarser maps, then SiLU if `silu`."""
     factor, summand = (_with_rows(a, x.shape[3])[:, :, None] for a in (factor, summand))
     wide = x.reshape(len(x), factor.shape[1], -1, *x.shape[2:]).astype(jnp.float32) * factor + summand
     return _rounded(wide, x.dtype, silu).reshape(x.shape)
 
 
 def _applied_by_kernel(x, factor, summand, silu: bool, settings: Settings):
-    """`_applied`, read and written once: the compiler writes what a coarse map comes to, in float32, and reads it again."""
+    """`_applied` in one pass: the compiler writes the broadcast coarse maps, in float32, and reads them again."""
     batch, columns, frames, rows, channels = x.shape
-    if rows != SUBLANES * factor.shape[3]:  # else rows of the coarse map are spread over whole registers
+    if rows != SUBLANES * factor.shape[3]:  # else a row of the coarse map covers whole registers
         factor, summand = (_with_rows(a, rows) for a in (factor, summand))
     across, coarse = columns // factor.shape[1], factor.shape[3]
 
@@ -125,7 +125,7 @@ def _applied_by_kernel(x, factor, summand, silu: bool, settings: Settings):
         parallel=3,
         work=cost(x, x, factor, summand, flops=4 * x.size, transcendentals=2 * x.size * silu),
         interpret=settings.interpreted,
-        vmem_bytes=vmem_room(settings.generation),  # tall maps take more than the default
+        vmem_bytes=vmem_room(settings.generation),  # tall maps need more than the default
     )["o"]
 
 
@@ -135,12 +135,12 @@ def _rounded(wide, dtype, silu: bool):
 
 
 def _with_rows(x, rows: int):
-    """A coarse map with so many rows."""
+    """A coarse map repeated to `rows` rows."""
     return x if x.shape[3] == rows else jnp.repeat(x, rows // x.shape[3], 3)
 
 
 def repeated_in_time(x: Map, frames: int) -> Map:
-    """So many frames: each as often as the others, the first of an odd number of them once."""
+    """x repeated to `frames` frames: each equally often, except that of an odd number of frames the first stays one."""
     if frames == x.shape[1]:
         return x
     first = frames % 2 if frames > 1 else 0

@@ -1,4 +1,4 @@
-"""A map in overlapping tiles, each computed by itself and faded into the next: what upstream's `enable_tiling` does."""
+"""A map in overlapping tiles, each computed separately and blended into the next, as by upstream's `enable_tiling`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from .halo import as_finer, over_tiles
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a map is cut and put together; heights and widths.
+    """How a map is cut into tiles and reassembled; all fields are (height, width).
 
     Attributes:
         sizes, strides: of the tiles of the map.
-        kept: of what becomes of a tile, this much is put beside the next.
-        overlaps: of what becomes of tiles, over which one fades into the next.
+        kept: how much of a tile's result precedes the next one's.
+        overlaps: over how much the results of neighbouring tiles are blended.
         whole: of the result.
-        largest: of a map that is not cut.
+        largest: of maps that are not cut.
     """
 
     sizes: tuple[int, int]
@@ -32,7 +32,7 @@ class Tiling:
 
     @classmethod
     def overlapping(cls, sizes, results, factors: tuple[float, float], whole) -> "Tiling":
-        """Tiles of `sizes` that become maps of the sizes `results`, each over a share `factors` of the one before."""
+        """Tiles of `sizes` whose results have sizes `results`; each overlaps a share `factors` of the one before."""
         overlaps = tuple(int(size * factor) for size, factor in zip(results, factors))
         return cls(
             sizes=sizes,
@@ -45,7 +45,7 @@ class Tiling:
 
     @classmethod
     def by_strides(cls, vae, size: tuple[int, int], patch: int = 1, encode: bool = False) -> "Tiling":
-        """A VAE's own tiles, which overlap by strides, for latents of this size; to `encode`, for a video of this size in patches."""
+        """Tiles by a VAE's own sizes and strides, for latents of this size; with `encode`, for a video of this size in patches."""
         ratio = vae.spatial_compression_ratio
         of_map, of_result = (1, ratio // patch) if encode else (ratio, patch)
         sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
@@ -66,7 +66,7 @@ class Tiling:
 
 
 def tiles_meet(size: int, ratio: int, factor: float) -> bool:
-    """Whether tiles of a video, of `size` pixels each `factor` over the one before, and those of its latents leave no gaps."""
+    """Whether a video's tiles, of `size` pixels and overlapping by a share `factor`, and its latents' tiles leave no gaps."""
     latents = size // ratio
     strides = int(size * (1 - factor)), ratio * int(latents * (1 - factor))
     kept = size - int(size * factor), ratio * (latents - int(latents * factor))
@@ -74,7 +74,7 @@ def tiles_meet(size: int, ratio: int, factor: float) -> bool:
 
 
 def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -> jax.Array:
-    """`function` of tiles of a traced x, put together. `axis` is the width's, the height lies before it."""
+    """`function` of the tiles of a traced x, blended into one map. `axis` is the width's; the height's is before it."""
     axes = axis % x.ndim - 1, axis % x.ndim
     tops, lefts = (range(0, x.shape[a], stride) for a, stride in zip(axes, tiling.strides))
     tiles = {(top, left): _block(x, axes, tiling.sizes, (top, left)) for top in tops for left in lefts}
@@ -90,7 +90,7 @@ def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -
 
 
 def _computed(function: Callable, tiles: dict, axes: tuple[int, int]) -> dict:
-    """`function` of each tile, by one program: smaller ones are filled up below and on the right, which is cut off again."""
+    """`function` of each tile, by one program: smaller tiles are padded at the bottom and right, and their results cut."""
     own = np.array([[tile.shape[a] for a in axes] for tile in tiles.values()])
     size = own.max(0)
 
@@ -110,7 +110,7 @@ def _block(x: jax.Array, axes: tuple[int, int], sizes, starts=(0, 0)) -> jax.Arr
 
 
 def _faded(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.Array:
-    """The tile, its first `overlap` rows or columns faded in from the last ones of the tile before it."""
+    """The tile, with its first `overlap` rows or columns blended with the last ones of the tile before it."""
     overlap = min(before.shape[axis], tile.shape[axis], overlap)
     if overlap <= 0:
         return tile

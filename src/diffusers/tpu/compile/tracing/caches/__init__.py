@@ -2,8 +2,8 @@
 
 | cache | decided | programs |
 |---|---|---|
-| `FirstBlockCacheConfig` | on the device, by the first block's residual r: mean of r - r' over that of r' | one for a first call; one with the other blocks' scan under a condition |
-| `MagCacheConfig` | on the host, by known ratios: upstream's own hooks are asked, of one value | one with blocks, one without |
+| `FirstBlockCacheConfig` | on the device, by the first block's residual r: mean of r - r' over that of r' | one for a first call; one with a condition around the scan of the other blocks |
+| `MagCacheConfig` | on the host, by known ratios: upstream's own hooks run on one value | one with blocks, one without |
 | `PyramidAttentionBroadcastConfig` | on the host, by calls and timestep: upstream's own hooks | one for each set of attentions that run |
 | `TaylorSeerCacheConfig` | on the host, by step: upstream's own hooks | one of a first call, of a later one, and of those between |
 """
@@ -20,7 +20,7 @@ KINDS = {cls.HOOKS: cls for cls in (FirstBlockCache, MagCache, PyramidAttentionB
 
 
 def kept_by(model: torch.nn.Module, scan: bool, known: StepCache | None = None) -> StepCache | None:
-    """The cache on the model, where programs can stand for its steps; None without one, or with other hooks beside it.
+    """The cache on the model, if its steps can be compiled; None: there is none, or other hooks are beside it.
 
     `scan`: whether its equal blocks are scanned. `known`: what was found before, returned again if it has the same hooks.
     """

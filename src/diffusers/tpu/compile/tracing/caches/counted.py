@@ -1,4 +1,4 @@
-"""`PyramidAttentionBroadcastConfig` and `TaylorSeerCacheConfig`: what their modules keep, and what stands for the others' output."""
+"""`PyramidAttentionBroadcastConfig` and `TaylorSeerCacheConfig`: what their modules keep, and what replaces skipped modules."""
 
 import itertools
 from collections.abc import Hashable
@@ -13,14 +13,14 @@ from .modules import Held, Modules, Part
 
 
 class PyramidAttentionBroadcast(Modules):
-    """StepCache: each attention's output. Its state is of all calls, whatever their branch, as upstream's."""
+    """StepCache: each attention's output. As in upstream, all calls share its state, whatever their branch."""
 
     HOOKS = frozenset({"PyramidAttentionBroadcastHook"})
     KEPT = "cache"
 
     @property
     def apart(self) -> tuple:
-        """Also what says the timestep, which the model's configuration of the cache holds too."""
+        """Also the function that returns the timestep: the model's configuration of the cache holds it too."""
         return (*self.hooks, *(hook.current_timestep_callback for hook in self.hooks))
 
     def _state(self, hook):
@@ -50,9 +50,9 @@ class PyramidAttentionBroadcast(Modules):
 
 
 class TaylorSeer(Modules):
-    """StepCache: of each tensor that a module gives its Taylor factors, lowest order first; upstream's state makes and sums them.
+    """StepCache: Taylor factors of each tensor that a module returns, lowest order first; upstream's state computes and sums them.
 
-    A module that is called inactive gives zeros where it does not run; of it shapes are kept.
+    A module whose state is inactive returns zeros where it does not run; only shapes are kept of it.
     """
 
     HOOKS = frozenset({"TaylorSeerCacheHook"})
@@ -106,13 +106,13 @@ class TaylorSeer(Modules):
         if form is not None and state.is_inactive:
             zeros = [jnp.zeros((held.branches * rows, *shape), numpy_dtype(dtype)) for (rows, *shape), dtype in form]
             outputs = [Tensor(x, environment()) for x in zeros]
-        else:  # upstream's error, where nothing is kept
+        else:  # raises upstream's error if nothing is kept
             _, state.module_dtypes = form or ((), ())
             outputs = state.predict()
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _traced(self, hook, held: Held):
-        """A state of upstream's with what a program is given in it."""
+        """One of upstream's states, holding what a program is given."""
         settings, form = held.form
         state = hook.state_manager._state_cls(**dict(settings))
         state.current_step = 0
@@ -123,6 +123,6 @@ class TaylorSeer(Modules):
 
 
 def _by_order(orders: tuple[int, ...], tensors: list) -> dict[int, dict[int, torch.Tensor]]:
-    """Of each output its Taylor factors, so many."""
+    """The Taylor factors of each output, as many as its order says."""
     tensors = iter(tensors)
     return {number: dict(enumerate(itertools.islice(tensors, some))) for number, some in enumerate(orders)}

@@ -1,7 +1,7 @@
-"""Caches of what modules give, decided by counting: `PyramidAttentionBroadcastConfig`, `TaylorSeerCacheConfig`.
+"""Caches of modules' results that decide by counting calls: `PyramidAttentionBroadcastConfig`, `TaylorSeerCacheConfig`.
 
-Upstream's hooks count calls and run their module or answer in its place. Here they count on the host, before a program is looked
-up: which modules run is the step's kind. In a trace, modules that run also give what is kept; others answer from what is given.
+Upstream's hooks count calls, and run their module or replace its result. Here they count on the host, before a program is looked
+up: which modules run is the step's kind. In a trace, modules that run also return what is kept; the others' results are made of it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .step_cache import Results, Step, StepCache
 
 @dataclass(frozen=True)
 class Place:
-    """Modules whose hooks decide alike: the one at `path` in each block of the group `label`, whose tensors are stacked [B, L, ...].
+    """Modules whose hooks decide alike: the one at `path` in each block of the group `label`, with tensors stacked [B, L, ...].
 
     Without a label, one module of the model.
     """
@@ -36,9 +36,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """What is static of a step of one place: whether its modules run, and of the tensors that it is given what `Held` says.
+    """The static part of a place's step: whether its modules run, and `form` and `fills` of the tensors that it is given (`Held`).
 
-    `timed`: one more tensor says the steps since they were made, [B].
+    `timed`: one more tensor has the steps since these were made, [B].
     """
 
     runs: bool
@@ -49,10 +49,10 @@ class Part:
 
 @dataclass
 class Held:
-    """What is kept of a place: tensors, the batch first, and what is static of them. Stands in upstream's states.
+    """What is kept of a place: tensors, the batch first, and their static form. Upstream's states store it.
 
-    `fills`: how many of each tensor's tokens are not the model's (`BlockRuns`). In a trace, where one module is given it, also the steps
-    that have `elapsed` since the tensors were made, and how many `branches` are side by side.
+    `fills`: how many of each tensor's tokens are padding (`BlockRuns`). In a trace, for one module, also the steps `elapsed` since
+    the tensors were made, and how many `branches` are side by side.
     """
 
     tensors: list[torch.Tensor]
@@ -64,9 +64,9 @@ class Held:
 
 @dataclass
 class Scope:
-    """Where modules are traced, in one block or in the model: what is kept of its places, by path, and what they give.
+    """Where modules are traced, in one block or in the model: what is kept of its places, by path, and what they return.
 
-    `filled`: tokens of the block's stream that is filled up, and how many of them are not the model's.
+    `filled`: tokens of the block's padded stream, and how many of them are padding.
     """
 
     given: dict[str, list]
@@ -75,7 +75,7 @@ class Scope:
 
 
 class _Trace:
-    """A trace of one step. `forms`: static, of what each place gives; `outputs`: of modules outside of blocks."""
+    """A trace of one step. `forms`: by place, the static form of what it returns; `outputs`: of modules outside of blocks."""
 
     def __init__(self, cache: "Modules", branches: int):
         self.cache, self.branches, self.scopes = cache, branches, [Scope({})]
@@ -91,12 +91,12 @@ class _Trace:
             self.scopes.pop()
 
     def forward(self, place: Place, part: Part, hook, elapsed: Elapsed | None, *args, **kwargs):
-        """In the place of a hooked module's forward."""
+        """Replaces a hooked module's forward."""
         scope = self.scopes[-1 if place.label else 0]
         if place.path in scope.gives:
             raise NoProgram(f"{place.path} is called more than once, its cache counts each")
         tensors, scope.gives[place.path] = scope.given[place.path], []
-        if scope.filled is None:  # a block by itself, or to see what it gives
+        if scope.filled is None:  # a block outside of a scan, or a trace for its outputs
             tensors = [*map(cut, tensors, part.fills)]
         held = Held(tensors, part.form, part.fills, elapsed, self.branches)
         if not part.runs:
@@ -113,15 +113,15 @@ class _Trace:
 
 
 class Modules(StepCache):
-    """A cache whose hooks count. Beside `StepCache`'s its classes have:
+    """A cache whose hooks count calls. Beside those of `StepCache`, its classes have:
 
-    KEPT: the attribute of upstream's states that keeps tensors; `Held` stands there.
-    _state(hook), _states(hook): upstream's state of the calls of now, and of all kinds of calls.
-    _decide(hook): counts a call; whether the module runs.
+    KEPT: the attribute of upstream's states that stores tensors; here it stores a `Held`.
+    _state(hook), _states(hook): upstream's state for the present calls, and those for all kinds of calls.
+    _decide(hook): counts a call; returns whether the module runs.
     _part(hook, runs): the step of a place, by its first hook, and the tensors that it is given.
     _run(hook, held, output): in a trace, what is kept of a module's output, and its form.
-    _output_of(hook, held): in a trace, what stands for the output of a module that does not run.
-    _give_back(state, form, tensors): the state is as upstream's hook leaves it, with the tensors of one module.
+    _output_of(hook, held): in a trace, what replaces the output of a module that does not run.
+    _give_back(state, form, tensors): sets the state as upstream's hook leaves it, with the tensors of one module.
     """
 
     def __init__(self, places: list[Place]):
@@ -130,7 +130,8 @@ class Modules(StepCache):
 
     @classmethod
     def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "Modules | None":
-        """None for hooks inside of hooked modules, which do not count where those do not run, and for equal hooks in some blocks only."""
+        """None for hooks inside hooked modules, which do not count while those do not run, and for equal hooks in some blocks
+        only."""
         names = {id(module): name for name, module in model.named_modules()}
         hooks = [(names[id(module)], hook) for module, hook in hooked]
         if any(one.startswith(f"{other}.") for (one, _), (other, _) in itertools.permutations(hooks, 2)):
@@ -169,7 +170,7 @@ class Modules(StepCache):
                     fills, what = of_place
                     held = Held([*itertools.islice(results, len(fills))], what, fills)
                 for state, attributes in (before[id(hook)] for hook in place.hooks):
-                    if of_place is None:  # nobody called it
+                    if of_place is None:  # the module was not called
                         vars(state).update(attributes)
                     elif held is not None:
                         self._keep(state, held)
@@ -219,12 +220,12 @@ class Modules(StepCache):
 
 
 def _fill(x: torch.Tensor, filled: tuple[int, int] | None) -> int:
-    """How many of the tokens of x [B, T, C] are none of the model's."""
+    """How many tokens of x [B, T, C] are padding."""
     return filled[1] if filled is not None and x.ndim == 3 and x.shape[1] == filled[0] else 0
 
 
 def _joined(pieces: list[tuple[int, dict[str, list]]], place: Place) -> list[Tensor]:
-    """[B, L, ...] of what runs of blocks gave of a place."""
+    """What the runs of blocks returned of a place, joined: [B, L, ...]."""
     lists = [given[place.path] for _, given in sorted(pieces, key=lambda piece: piece[0]) if place.path in given]
     blocks = sum(arrays[0].shape[0] for arrays in lists if arrays)
     if blocks not in (0, len(place.hooks)):

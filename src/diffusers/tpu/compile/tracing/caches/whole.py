@@ -1,7 +1,7 @@
 """Caches whose first block decides for all others: `FirstBlockCacheConfig` by values, `MagCacheConfig` by known ratios.
 
-In a trace upstream's hooks run as they are, around the blocks of a run; their states are filled before, and read after. Each of
-the branches that a program has side by side decides for itself: blocks run if one of them needs them.
+In a trace upstream's hooks run as they are, around the blocks of a run; their states are filled before, and read after. Each branch
+that a program has side by side decides for itself: blocks run if one branch needs them.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Blocks(StepCache):
 
     @classmethod
     def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "Blocks | None":
-        """They cannot stand for calibration; and blocks under a condition must be scanned, those of `groups`."""
+        """None for a cache that calibrates, and for blocks that are not scanned (`groups`): blocks under a condition must be."""
         scanned = {id(block) for group in groups for block in group.blocks(model)}
         if any(id(module) not in scanned or own_forward(module) is None for module, _ in hooked):
             return None
@@ -56,7 +56,7 @@ class Blocks(StepCache):
 
     @property
     def _places(self) -> list[int]:
-        """Of the hidden states in a block's output, and of the text's where it gives them."""
+        """Indices of the hidden states in a block's output, and of the text's if it returns these."""
         places = (self.metadata.return_hidden_states_index, self.metadata.return_encoder_hidden_states_index)
         return [place for place in places if place is not None]
 
@@ -64,21 +64,21 @@ class Blocks(StepCache):
         return [output[place] for place in self._places] if isinstance(output, (tuple, list)) else [output]
 
     def _with_parts(self, output, parts: list[torch.Tensor]):
-        """The block's output with these in their places."""
+        """The block's output with these parts in their places."""
         if not isinstance(output, (tuple, list)):
             return parts[0]
         found = dict(enumerate(output)) | dict(zip(self._places, parts))
         return tuple(found.values())
 
     def _state(self, state) -> list[tuple]:
-        """The manager has this state, whatever the context."""
+        """Replacements by which the manager has this state, whatever the context."""
         context = self.manager._context or SimpleNamespace(name="inference")
         held = vars(self.manager)
         return [(held, "_state_cache", {context.name: state}), (held, "_context", context)]
 
 
 class FirstBlockCache(Blocks):
-    """StepCache: residuals of the first block, and of all others together. A third result says whether the blocks ran, [B]."""
+    """StepCache: residuals of the first block, and of all others together. The last result says whether the blocks ran, [B]."""
 
     HOOKS = frozenset({"FBCHeadBlockHook", "FBCBlockHook"})
 
@@ -130,7 +130,7 @@ class FirstBlockCache(Blocks):
             yield results
 
     def _differs(self, residual: torch.Tensor, before: torch.Tensor, branches: int):
-        """Of each branch whether upstream's comparison says so: of a float32 with a float64."""
+        """For each branch, whether upstream's comparison of a float32 with a float64 finds a difference above the threshold."""
         limit = np.float32(self.head.threshold)
         if float(limit) > self.head.threshold:
             limit = np.nextafter(limit, np.float32(-math.inf))
@@ -168,7 +168,7 @@ class MagCache(Blocks):
         return Step("computed" if computed else "skipped", [] if computed else [real], keep, [(state, before)])
 
     def _ask(self, hook, one: torch.Tensor):
-        """Run upstream's hook around a block that gives back what it is given."""
+        """Run upstream's hook around a block that returns its input."""
         with replaced([(vars(hook.fn_ref), "original_forward", lambda **given: one)]):
             hook.new_forward(None, **{self.metadata.hidden_states_argument_name: one, "encoder_hidden_states": one})
 

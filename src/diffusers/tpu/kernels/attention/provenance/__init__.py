@@ -1,13 +1,13 @@
-"""How a traced array came to be, as far as it takes to see that a mask of tokens x tokens is made of small arrays.
+"""How a traced array was computed, so that a mask of tokens x tokens can be recognised as made of small arrays.
 
-JAX's tracers know the equations they came from. An array is read back through them, and is one of two:
+JAX's tracers record the equations that made them. `read` follows these back and describes an array as one of two:
 
-- `Part`: the same along every axis that is not in `varies`;
-- `Choice`: where(all of some bool parts, on, off), `on` and `off` numbers. Outer products of masks are that, and
-  still are after comparisons, masked_fill, where, casts and arithmetic with numbers.
+- `Part`: constant along every axis that is not in `varies`;
+- `Choice`: where(all of some bool parts, on, off), with numbers `on` and `off`. Outer products of masks have this form,
+  and keep it under comparisons, masked_fill, where, casts and arithmetic with numbers.
 
-An equation not known here gives a Part that varies along all its axes: never wrong, only large. Reading computes
-nothing; `Part.make` does, from small ancestors. The compiler drops the large array, which nothing uses then.
+An equation without a rule gives a Part that varies along all its axes: never wrong, only large. Reading computes
+nothing; `Part.make` does, from small ancestors. The compiler then drops the large array, as nothing uses it.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from .rules import RULES, Choice, Part, Value, as_choice, constant, leaf
 
 __all__ = ["Choice", "Part", "read"]
 
-DEPTH = 64  # equations read back in a row
-SAME = ("copy", "sharding_constraint")  # their operand, for what is asked here
+DEPTH = 64  # most equations followed back in a row
+SAME = ("copy", "sharding_constraint")  # have the values of their operand
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
 class _Unknown(Exception):
-    """An equation that is not known here."""
+    """An equation without a rule."""
 
 
 def read(array: jax.Array) -> Value:
-    """What is known of the array; of a bool array always a Choice."""
+    """The description of an array; of a bool array always a Choice."""
     value = _Reader().tracer(array)
     return as_choice(value) or value
 
@@ -55,7 +55,7 @@ class _Reader:
         return self.values[id(x)]
 
     def equation(self, eqn, number: int, operand: Callable) -> Value:
-        """Output `number` of an equation whose operands `operand` reads."""
+        """Describes output `number` of an equation; `operand` describes its operands."""
         name, aval = eqn.primitive.name, eqn.outvars[number].aval
         if self.depth == DEPTH or 0 in aval.shape:
             raise _Unknown
@@ -72,7 +72,7 @@ class _Reader:
             self.depth -= 1
 
     def call(self, closed, number: int, arguments: list, operand: Callable) -> Value:
-        """Output `number` of a nested jaxpr."""
+        """Describes output `number` of a nested jaxpr."""
         outside = dict(zip(closed.jaxpr.invars, arguments))
         constants = dict(zip(closed.jaxpr.constvars, closed.consts))
         makers = {var: (eqn, n) for eqn in closed.jaxpr.eqns for n, var in enumerate(eqn.outvars)}

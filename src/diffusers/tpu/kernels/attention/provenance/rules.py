@@ -1,4 +1,4 @@
-"""What may be known of an array without computing it, and what the equations of a jaxpr make of what is known of their operands."""
+"""Descriptions of arrays that are not computed, and a rule per primitive: the description of its result from its operands'."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ from jax import lax
 
 
 INDEX_LIMIT = 1 << 29  # integers below it, and sums of two, are exact in int32
-ELEMENTWISE = {  # on numpy's numbers
+ELEMENTWISE = {  # on numpy scalars
     **{name: getattr(operator, name) for name in "add sub mul neg abs eq ne lt le gt ge xor".split()},
     **{"and": operator.and_, "or": operator.or_, "not": operator.invert, "max": np.maximum, "min": np.minimum},
     "select_n": lambda which, *cases: cases[int(which)],
@@ -30,7 +30,7 @@ class Index:
     start: int = 0
 
     def plus(self, other: "Index", times: int) -> "Index | None":
-        """self + times * other, or None where int32 might not hold it."""
+        """self + times * other, or None where int32 might overflow."""
         sums = dict(self.factors)
         for axis, factor in other.factors:
             sums[axis] = sums.get(axis, 0) + times * factor
@@ -53,7 +53,7 @@ class Stripe:
 class Part:
     """An array that is the same along every axis not in `varies`; `make()` computes it with length one along those.
 
-    `index` and `stripe` are its values where they are that; `factors`: of floats that vary along different axes, whose product it is.
+    `index`, `stripe`: its values, if of that form. `factors`: float parts that vary along different axes, whose product it is.
     """
 
     shape: tuple[int, ...]
@@ -68,9 +68,9 @@ class Part:
         object.__setattr__(self, "make", functools.cache(self.make))
 
     def moved(self, shape, to: dict[int, int], relay: Callable, varies: frozenset[int] | None = None) -> "Part":
-        """The part with its axes elsewhere, old to new; where the length changes, `index` and `stripe` are lost.
+        """The part with axes moved as `to` maps old to new; where a length changes, `index` and `stripe` are lost.
 
-        `relay`: makes the new small array of the old one. `varies`: of the new part, if `to` does not say it.
+        `relay`: computes the new small array from the old one. `varies`: of the new part, if `to` does not determine it.
         """
         varies = frozenset(to[a] for a in self.varies) if varies is None else varies
         to = {old: new for old, new in to.items() if self.shape[old] == shape[new]}
@@ -86,7 +86,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """where(all(parts), on, off); a number if it has no parts."""
+    """where(all(parts), on, off); without parts, the number `on`."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -94,7 +94,7 @@ class Choice:
     off: np.generic
 
     def part(self) -> Part:
-        """The same as one part."""
+        """The same array as one Part."""
         ones = (1,) * len(self.shape)
         if not self.parts:
             index = Index((), int(self.on)) if counts(self.on.dtype) and abs(int(self.on)) < INDEX_LIMIT else None
@@ -108,7 +108,7 @@ class Choice:
         return Part(self.shape, self.on.dtype, frozenset().union(*(p.varies for p in self.parts)), make)
 
     def where(self, number: np.generic) -> Part:
-        """Where it is this number, `on` or `off`."""
+        """A bool Part: True where the array is this number, `on` or `off`."""
         return Choice(self.shape, self.parts, *(np.bool_(same(x, number)) for x in (self.on, self.off))).part()
 
 
@@ -116,13 +116,13 @@ Value = Part | Choice
 
 
 def leaf(array: jax.Array) -> Part:
-    """An array of which only the shape is known."""
+    """The Part of an array of which only the shape is known."""
     varies = frozenset(a for a, n in enumerate(array.shape) if n > 1)
     return Part(array.shape, array.dtype, varies, lambda: array)
 
 
 def constant(value, dtype) -> Value:
-    """A number, or an array whose values nobody looks at."""
+    """The description of a constant: a Choice for a number; of an array only the shape is used."""
     if np.ndim(value):
         return leaf(jnp.asarray(value))
     number = np.asarray(value, dtype)[()]
@@ -134,14 +134,14 @@ def as_part(value: Value) -> Part:
 
 
 def as_choice(value: Value) -> Choice | None:
-    """A Choice, or a bool part as one."""
+    """A Choice, also of a bool Part; else None."""
     if isinstance(value, Part) and value.dtype == np.bool_:
         return Choice(value.shape, (value,), np.bool_(True), np.bool_(False))
     return value if isinstance(value, Choice) else None
 
 
 def counts(dtype) -> bool:
-    """Whether indices are exact in it."""
+    """Whether indices are exact in this dtype."""
     return np.issubdtype(dtype, np.signedinteger) and np.dtype(dtype).itemsize >= 4
 
 
@@ -156,7 +156,7 @@ def kept(shape: tuple[int, ...], varies) -> tuple[int, ...]:
 
 
 def elementwise(eqn, values: list[Value], aval) -> Value:
-    """One of `ELEMENTWISE`: a Choice where it is one, else a part along all axes that any operand varies along."""
+    """The rule of `ELEMENTWISE`: a Choice if the result is one, else a Part that varies wherever an operand does."""
     values = [_spread(v, len(aval.shape)) for v in values]
     choices = [as_choice(v) for v in values]
     if None not in choices and (choice := _of_choices(eqn, choices, aval)) is not None:
@@ -175,7 +175,7 @@ def elementwise(eqn, values: list[Value], aval) -> Value:
 
 
 def _spread(value: Value, rank: int) -> Value:
-    """A scalar beside arrays, with axes of length one."""
+    """A scalar as an array of `rank` axes of length one."""
     ones = (1,) * rank
     if len(value.shape) == rank:
         return value
@@ -183,14 +183,14 @@ def _spread(value: Value, rank: int) -> Value:
 
 
 def _each(value: Value, shape: tuple[int, ...], rule: Callable[[Part], Part]) -> Value:
-    """What moves elements moves them in every part of a Choice."""
+    """Applies a rule that only moves elements to every part of a Choice, or to a Part."""
     if isinstance(value, Choice):
         return Choice(shape, tuple(rule(p) for p in value.parts), value.on, value.off)
     return rule(value)
 
 
 def _applied(eqn, parts: list[Part], aval, varies: frozenset[int], index=None, stripe=None) -> Part:
-    """The equation on its small operands, brought to full length along `varies`."""
+    """The equation on its small operands, which are broadcast along `varies`."""
 
     def make():
         operands = [jnp.broadcast_to(p.make(), kept(p.shape, varies)) for p in parts]
@@ -200,7 +200,7 @@ def _applied(eqn, parts: list[Part], aval, varies: frozenset[int], index=None, s
 
 
 def _of_choices(eqn, choices: list[Choice], aval) -> Choice | None:
-    """A Choice, if the result is one number wherever not each operand is at a certain one of its two."""
+    """A Choice, if one combination of the operands' numbers gives `on` and all other combinations give one number."""
     free = [n for n, c in enumerate(choices) if c.parts]
     if len(free) > 3:
         return None
@@ -226,7 +226,7 @@ def _of_choices(eqn, choices: list[Choice], aval) -> Choice | None:
 
 
 def _computed(eqn, numbers: list[np.generic], dtype) -> np.generic | None:
-    """The equation on numbers, or None where numpy may not give what XLA does."""
+    """The equation on numbers, or None where numpy and XLA might differ."""
     if np.issubdtype(dtype, np.integer):
         low, high = np.iinfo(dtype).min, min(np.iinfo(dtype).max, INDEX_LIMIT)
         if not all(low <= float(x) <= high for x in numbers):
@@ -236,7 +236,7 @@ def _computed(eqn, numbers: list[np.generic], dtype) -> np.generic | None:
 
 
 def _indices(name: str, parts: list[Part], dtype) -> tuple[Index | None, Stripe | None]:
-    """What it makes of indices: another sum of them, or where two of them compare, a stripe."""
+    """(index, stripe) of a primitive on indices: a sum of indices, or the stripe where two indices compare."""
     if any(p.index is None for p in parts):
         return None, None
     first, last = parts[0].index, parts[-1].index
@@ -280,7 +280,7 @@ def _slice(params: dict, part: Part, shape):
 
 
 def _reshape(params: dict, part: Part, shape):
-    """Also squeeze. Axes are split and merged in groups; one that nothing varies along gives no varying axes."""
+    """Also for squeeze. Axes are split and merged in groups; a group along which nothing varies gives no varying axes."""
     to, varies, full = {}, set(), set()
     for olds, news in _groups(part.shape, shape):
         olds, news = [a for a in olds if part.shape[a] > 1], [a for a in news if shape[a] > 1]
@@ -294,7 +294,7 @@ def _reshape(params: dict, part: Part, shape):
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]):
-    """The least runs of axes, of one shape and of the other, that hold the same elements."""
+    """The shortest runs of axes of both shapes that hold equally many elements."""
     i = j = 0
     while i < len(old) or j < len(new):
         olds, news, size_old, size_new = [], [], 1, 1
@@ -317,7 +317,7 @@ def _iota(eqn, values: list[Value], aval) -> Value:
 
 
 def _joined(eqn, values: list[Value], aval, along: set[int]) -> Value:
-    """Operands that are of two numbers between them give a Choice again: it is one of them where the operands are."""
+    """The rule of concatenate and pad: a Choice if the operands have at most two numbers among them, else a Part."""
     choices = [as_choice(v) for v in values]
     numbers = [] if None in choices else [x for c in choices for x in (c.on, c.off)]
     others = [x for x in numbers if not same(x, numbers[0])]
@@ -333,7 +333,7 @@ def _joined(eqn, values: list[Value], aval, along: set[int]) -> Value:
 
 
 def _moving(how: Callable) -> Callable:
-    """The rule of an equation that moves elements. `how`: (parameters, part, shape) -> what `Part.moved` takes after the shape."""
+    """The rule of an equation that moves elements. `how`: (parameters, part, shape) -> arguments of `Part.moved` after shape."""
 
     def moved(params, part: Part, shape) -> Part:
         factors = part.factors and tuple(moved(params, factor, shape) for factor in part.factors)
