@@ -75,7 +75,7 @@ def choose(
     positions, deep, chip, found = round_up(positions, ROWS), round_up(channels, LANES), chip_of(generation), []
     for count in range(1, -(-features // LANES) + 1):
         columns = features if count == 1 else round_up(-(-features // count), LANES)
-        wide = taps[2] * _lanes(columns, taps[2])
+        wide = taps[2] * _lanes(columns, taps[2], chip.matrix_side)
         if columns > LANES and math.prod(taps) * channels * columns > MOST_WORK:
             continue
         for piece in range(1, max(1, min(lines, PIECE // positions)) + 1):
@@ -103,9 +103,11 @@ def _as_it_lies(features: int, channels: int) -> bool:
     return not features % ROWS and not channels % LANES
 
 
-def _lanes(features: int, taps: int) -> int:
-    """A product's columns for one tap along a line: whole registers, unless all taps fit into one."""
-    return features if taps * features <= LANES else round_up(features, LANES)
+def _lanes(features: int, taps: int, side: int) -> int:
+    """A product's columns for one tap along a line: whole registers, unless all taps fit into one or packed ones into fewer units."""
+    whole = round_up(features, LANES)
+    packs = taps * features <= LANES or round_up(taps * features, side) < round_up(taps * whole, side)
+    return features if packs else whole
 
 
 @functools.partial(
@@ -139,7 +141,8 @@ def tpu_convolution(
     *taps, features, _ = w.shape[-5:]
     dtype = jnp.float32 if wide else x.dtype
     lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
-    line, columns = round_up(positions, 8 if blocks.piece == 1 else ROWS), _lanes(blocks.features, taps[2])
+    line = round_up(positions, 8 if blocks.piece == 1 else ROWS)
+    columns = _lanes(blocks.features, taps[2], chip_of(generation).matrix_side)
     times = 2 if doubled else 1
     kept, longest = times * kept, min(round_up(times * kept, ROWS), times * line)
     fill = -lines % blocks.lines, -frames % blocks.frames, line - positions
