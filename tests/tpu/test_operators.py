@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import random
+import warnings
 from operator import attrgetter
 
 import jax
@@ -238,6 +239,22 @@ def test_a_value_is_cast_and_spread_as_the_place_it_is_written_to(env, recwarn, 
     ours[place] = on_chip(value) if isinstance(value, torch.Tensor) else value
     target[place] = value
     assert torch.equal(on_host(ours), target) and not [w for w in recwarn if "scatter" in str(w.message)]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0,), (4, 2)])
+def test_a_result_written_to_out_has_its_shape_and_may_not_lose_its_kind(env, shape):
+    def of(device, dtype):
+        x, out = torch.arange(6.0, device=device).reshape(2, 3), torch.zeros(shape, dtype=dtype, device=device)
+        assert torch.add(x, x, out=out) is out
+        return out.cpu()
+
+    with warnings.catch_warnings(action="ignore"):  # torch's, that it resizes an output with elements
+        for dtype in (torch.float32, torch.bfloat16):
+            ours, expected = of("jax", dtype), of("cpu", dtype)
+            assert ours.dtype == dtype and torch.equal(ours, expected)
+        for device in ("jax", "cpu"):
+            with pytest.raises(RuntimeError, match="can't be cast"):
+                of(device, torch.int32)
 
 
 def test_vmap_of_device_tensors(env):

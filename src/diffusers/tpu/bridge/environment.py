@@ -197,7 +197,7 @@ class Environment(_Environment):
                 args = tree_map_only(Tensor, self.host, args)
         if isinstance(kwargs.get("out"), torch.Tensor):  # torchax's operator may have no such argument
             rest = {name: value for name, value in kwargs.items() if name != "out"}
-            return kwargs["out"].copy_(getattr(func, "overloadpacket", func)(*args, **rest))
+            return _written(kwargs["out"], getattr(func, "overloadpacket", func)(*args, **rest))
         tensors = [t for t in jax.tree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors and traits.is_overload and "device" not in kwargs:
             try:
@@ -376,6 +376,18 @@ def traits_of(func) -> Traits:
         asks=func in host_values.ASKING,
         pointwise=is_overload and torch.Tag.pointwise in func.tags,
     )
+
+
+def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """`out` with the result's values, and its shape. Raises RuntimeError for a dtype that cannot hold them, as torch does."""
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {out.dtype}")
+    if out.shape == result.shape:
+        return out.copy_(result)
+    if on_device(out):
+        out.data = result.to(out.dtype)
+        return out
+    return out.resize_(result.shape).copy_(result)
 
 
 @plain()

@@ -19,15 +19,26 @@ def register(env):
             setattr(module, ours.__name__, functools.partial(ours, theirs, env))
 
 
-def vmap(theirs, env, func, in_dims=0, out_dims=0, **options):
-    """`jax.vmap` for device tensors: torch's would wrap them in another class. transformers makes its masks with `torch.vmap`."""
+def vmap(theirs, env, func, in_dims=0, out_dims=0, randomness="error", **options):
+    """`jax.vmap` for device tensors: torch's would wrap them in another class. transformers makes its masks with `torch.vmap`.
+
+    All entries are mapped at once, whatever the `chunk_size`. Raises RuntimeError for a function that draws random numbers, unless
+    the `randomness` is "same".
+    """
 
     def mapped(*args, **kwargs):
         if not any(isinstance(x, Tensor) for x in tree_leaves(args)):
-            return theirs(func, in_dims, out_dims, **options)(*args, **kwargs)
+            return theirs(func, in_dims, out_dims, randomness, **options)(*args, **kwargs)
+        draws = env.draws
 
         def of_arrays(*arrays):
-            return to_arrays(func(*to_tensors(arrays), **kwargs))
+            result = to_arrays(func(*to_tensors(arrays), **kwargs))
+            if env.draws > draws and randomness != "same":
+                raise RuntimeError(
+                    f"expected torch.vmap(..., randomness='same') for a function that draws random numbers, got '{randomness}':"
+                    " draw them outside of vmap, and give them to the function"
+                )
+            return result
 
         return to_tensors(jax.vmap(of_arrays, in_dims, out_dims)(*to_arrays(args)))
 

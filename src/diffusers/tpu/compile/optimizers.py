@@ -101,6 +101,7 @@ _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Programs]" = weakref.W
 def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     """Step on the chips what can be; torch's own step, which follows, skips weights without a gradient."""
     cls, known = type(optimizer), _known.setdefault(optimizer, Programs())
+    known.stepped.clear()  # if torch's own step raised, `_after` did not run: what it would put back is out of date
     is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
     makes_gradients = len(args) > 1 or kwargs.get("closure") is not None
     others = len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks  # they may change gradients

@@ -121,12 +121,12 @@ class Recording:
     def __deepcopy__(self, memo):
         return self  # pipelines with audio copy their scheduler, which refers to this
 
-    def step(self, scheduler, model_output, timestep, sample, *args, return_dict=True, **kwargs):
+    def step(self, scheduler, *args, return_dict=True, **kwargs):
         """Replaces a scheduler's step: returns the latents unchanged."""
         self.stepped[id(scheduler)] += 1
         self.last = None
-        if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM takes its old prediction too
-            sample = args[0]
+        given = inspect.signature(type(scheduler).step).bind(scheduler, *args, **kwargs).arguments
+        sample = next(value for name, value in given.items() if name.startswith("sample"))
         return DDIMSchedulerOutput(sample, sample) if return_dict else (sample, sample)
 
 

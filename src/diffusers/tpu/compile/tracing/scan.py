@@ -46,7 +46,7 @@ class Group:
         if not name.startswith(f"{self.path}."):
             return None
         number, _, path = name.removeprefix(f"{self.path}.").partition(".")
-        return (self.label, path) if self.start <= int(number) < self.stop else None
+        return (self.label, path) if number.isdecimal() and self.start <= int(number) < self.stop else None
 
     def sources(self, model: torch.nn.Module, adapters: Adapters) -> dict[str, list[str | None]]:
         """Stacked weight -> its names in the model, first block first; None: the block lacks it and adds nothing there."""
