@@ -1,4 +1,4 @@
-"""What example scripts share that take the flags of earlier TPU scripts: chips, attention, a profile, the clock of steps and runs."""
+"""Shared by the example scripts that keep the flags of earlier TPU scripts: flags, their checks, and the timing of steps and runs."""
 
 import argparse
 import contextlib
@@ -6,9 +6,13 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
+import diffusers.tpu
+from diffusers.tpu.apps.cli.generate import where
 from diffusers.tpu.apps.cli.profile import traced, write_programs
 from diffusers.tpu.apps.cli.session import pipeline_class
 from diffusers.tpu.apps.cli.timing import wait
@@ -21,9 +25,10 @@ from diffusers.tpu.pipelines.attach import runs
 from diffusers.utils import export_to_video
 
 
-BLOCKS = {"bqsize": 3328, "bkvsize": 2816, "bkvcomputesize": 256}  # what one means that is left out beside others
-FIRST_PROFILED, PROFILED_STEPS = 1, 3  # the first step compiles and is no step like the others
-LAYOUT = {"use_dp": True, "use_fsdp": True, "sp_num": 1}  # what a flag means that is left out beside others
+# Defaults of a group of flags, used where at least one flag of the group is given.
+BLOCKS = {"bqsize": 3328, "bkvsize": 2816, "bkvcomputesize": 256}
+LAYOUT = {"use_dp": True, "use_fsdp": True, "sp_num": 1}
+FIRST_PROFILED, PROFILED_STEPS = 1, 3  # the first step compiles
 
 
 def truth(word: str) -> bool:
@@ -34,7 +39,7 @@ def truth(word: str) -> bool:
 
 
 def add(parser: argparse.ArgumentParser):
-    """The flags that `config_of` and `Steps` read."""
+    """Adds the flags of chips and attention, which `config_of` reads, and `--profile`."""
     flag = {"type": truth, "nargs": "?", "const": True, "metavar": "BOOL"}
     add = parser.add_argument
     add("--use_custom_attention", default=True, **flag, help="this library's kernel; False: JAX's splash attention")
@@ -48,14 +53,14 @@ def add(parser: argparse.ArgumentParser):
 
 
 def config_of(args: argparse.Namespace, chips: int, branches: int | None = None) -> TPUConfig:
-    """What the flags say about mesh and attention.
+    """Returns the flags' mesh and attention settings.
 
     Args:
-        chips: how many there are.
-        branches: guidance branches in the batch of a model by itself; None: of a pipeline, which knows.
+        chips: number of chips.
+        branches: guidance branches in a model's batch; None for a pipeline, whose plan has their number.
 
     Raises:
-        ValueError: flags that contradict each other, or a layout that the chips cannot have.
+        ValueError: flags that contradict each other, or degrees that do not divide the number of chips.
     """
     mesh, ring = None if branches is None else plan_degrees(chips, None, branches), None
     given = {name: value for name in LAYOUT if (value := getattr(args, name)) is not None}
@@ -72,7 +77,7 @@ def config_of(args: argparse.Namespace, chips: int, branches: int | None = None)
 
 
 def _layout(chips: int, use_dp: bool, use_fsdp: bool, sp_num: int) -> tuple[tuple[int, int, int], int | None]:
-    """Degrees dp, sp, tp, and the chips of a ring."""
+    """Returns the degrees (dp, sp, tp), and the number of chips in the key ring."""
     dp = 2 if use_dp else 1
     rest, odd = divmod(chips, dp)
     if odd or sp_num < 1 or rest % sp_num:
@@ -88,9 +93,9 @@ def _layout(chips: int, use_dp: bool, use_fsdp: bool, sp_num: int) -> tuple[tupl
 def checked(
     parser: argparse.ArgumentParser, args: argparse.Namespace, steps: int | None = None, branches: int | None = None
 ) -> tuple[TPUConfig, Target]:
-    """What the flags ask for, and what the script runs on; says what they cannot mean here.
+    """Returns the configuration of the flags and the target. Prints which flags have no effect on simulated chips.
 
-    Ends the process with status 2 for flags that `config_of` refuses, a profile of one step of `steps`, and without a TPU.
+    Ends the process with status 2 for flags that `config_of` refuses, for `--profile` where `steps` is 1, and without a TPU.
     """
     target = target_of(parser)
     if args.profile and steps is not None and steps <= FIRST_PROFILED:
@@ -107,52 +112,135 @@ def checked(
 
 
 def target_of(parser: argparse.ArgumentParser) -> Target:
-    """What the script runs on; ends the process with status 2 without a TPU."""
+    """Returns the chips to run on; ends the process with status 2 without a TPU."""
     target = find_target(read_environment())
     if target is None:
         parser.error("expected a TPU, found none; DIFFUSERS_TPU=cpu runs the same on simulated chips, slowly")
     return target
 
 
-def check_class(parser: argparse.ArgumentParser, model: str, expected: type, words: str):
-    """Ends the process with status 2 where the model's `model_index.json` names no `expected` pipeline, `words` say which."""
+def checked_class(parser: argparse.ArgumentParser, model: str, expected: type | tuple[type, ...], words: str) -> type:
+    """Returns the pipeline that the model's `model_index.json` names.
+
+    Ends the process with status 2 where that is no `expected` one, described by `words` in the message.
+    """
     try:
         found = pipeline_class(model)
     except ValueError as error:
         parser.error(str(error))
     if not issubclass(found, expected):
         parser.error(f"expected --model_id of {words}, got a {found.__name__}")
+    return found
 
 
 def at_least_one(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str):
-    """Ends the process with status 2 where one of these counts is less than 1."""
+    """Ends the process with status 2 where one of these flags is less than 1."""
     for name in names:
         if getattr(args, name) < 1:
             parser.error(f"expected --{name} of 1 or more, got {getattr(args, name)}")
 
 
-def output_file(parser: argparse.ArgumentParser, flag: str, name: str) -> Path:
-    """Where a video is to be written; ends the process with status 2 where it cannot be."""
+def check_output(parser: argparse.ArgumentParser, flag: str, name: str):
+    """Ends the process with status 2 where `name` is no mp4 file in a folder that exists."""
     path = Path(name)
     if path.suffix != ".mp4" or not path.absolute().parent.is_dir():
         parser.error(f"expected {flag} of an mp4 in a folder that is there, got {name}")
-    return path
 
 
-def write_video(frames, path: Path, fps: int):
-    """One video, frames as a pipeline gives them, whole or not at all."""
+def make_video(pipe, call: dict, args: argparse.Namespace, output: str):
+    """Runs the same call `args.num_iterations` times, prints the seconds of each, and writes the video of the last.
+
+    Args:
+        call: arguments of the pipeline's call, but for its generator.
+        args: also `num_inference_steps`, `seed`, `fps`, and `profile`: a folder for a trace of steps of the last call, or None.
+        output: the mp4 file, written as a whole or not at all.
+    """
+    profiled = range(FIRST_PROFILED, min(FIRST_PROFILED + PROFILED_STEPS, args.num_inference_steps))
+    for number in range(1, args.num_iterations + 1):
+        tracing = args.profile and number == args.num_iterations
+        start = time.perf_counter()
+        with (
+            step_seconds(pipe) as steps,
+            traced(pipe, args.profile, profiled) if tracing else contextlib.nullcontext(),
+        ):
+            frames = pipe(**call, generator=torch.Generator().manual_seed(args.seed)).frames[0]
+        seconds = time.perf_counter() - start
+        step = statistics.median(steps[1:] or steps)
+        rest = f", {seconds - len(steps) * step:.2f} s outside of steps" if number > 1 else " with compilation"
+        print(f"run {number}: {seconds:.2f} s{rest}, {step:.3f} s a step after the first")
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")  # else imageio forks, which JAX warns of
-    with whole_files([path]) as (draft,):
-        export_to_video(frames, str(draft), fps=fps)
+    with whole_files([Path(output)]) as (draft,):
+        export_to_video(frames, str(draft), fps=args.fps)
+    print(f"wrote {output}")
+    if args.profile:
+        print(f"traced steps {profiled.start + 1} to {profiled.stop} into {args.profile}")
+
+
+@contextlib.contextmanager
+def step_seconds(pipe) -> Iterator[list[float]]:
+    """Seconds of each step of the calls inside the context.
+
+    A step ends when the device has finished what `scheduler.step` returns, as some pipelines take no callback.
+    """
+    step, seconds, since = pipe.scheduler.step, [], time.perf_counter()
+
+    @functools.wraps(step)  # upstream reads the signature of `step`
+    def timed(*args, **kwargs):
+        nonlocal since
+        result = step(*args, **kwargs)
+        wait(result)
+        seconds.append(time.perf_counter() - since)
+        since = time.perf_counter()
+        return result
+
+    with replaced([(vars(pipe.scheduler), "step", timed)]):
+        yield seconds
+
+
+def add_transformer(parser: argparse.ArgumentParser, frames: int, sizes: dict[str, tuple[int, int]], model: str):
+    """Adds the flags of a script that times a transformer by itself.
+
+    Args:
+        frames: of the video, by default.
+        sizes: height and width of each resolution.
+        model: the default of `--model_path`, in words.
+    """
+    add_argument = parser.add_argument
+    resolutions = "; ".join(f"{name}: {height} x {width}" for name, (height, width) in sizes.items())
+    add_argument("--frames", type=int, default=frames)
+    add_argument("--resolution", choices=tuple(sizes), default="720p", help=resolutions)
+    add_argument("--num_runs", type=int, default=3, help="after one that compiles")
+    add_argument("--model_path", help=f"a directory or hub id with a folder transformer (default: {model})")
+    add_argument("--enable_cfg", action="store_true", help="both guidance branches, a batch of two")
+    add_argument("--seed", type=int, default=42)
+    add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add(parser)
+
+
+def load_transformer(parser: argparse.ArgumentParser, args: argparse.Namespace, cls: type, model: str):
+    """Returns the transformer of `--model_path`, or of `model`, on the chips; ends the process with status 2 for bad flags."""
+    config, target = checked(parser, args, branches=2 if args.enable_cfg else 1)
+    at_least_one(parser, args, "frames", "num_runs")
+    dtype = getattr(torch, args.dtype)
+    transformer = cls.from_pretrained(args.model_path or model, subfolder="transformer", dtype=dtype)
+    diffusers.tpu.install(transformer, config)
+    print(f"{where(transformer, target)}; attention {config.attention}")
+    return transformer
+
+
+@torch.no_grad()
+def run_transformer(transformer, inputs: dict) -> torch.Tensor:
+    """Returns the transformer's output on the host."""
+    return transformer(**inputs, return_dict=False)[0]
 
 
 def time_runs(run: Callable[[], object], count: int, profile: str | None = None, **models) -> object:
-    """The answer of the last run. Prints the seconds of the first, which compiles, and of `count` more.
+    """Returns the result of the last run. Prints the seconds of the first, which compiles, and of `count` more.
 
     Args:
-        run: returns when its answer is on the host.
-        profile: the folder of a trace of the runs that count, for `diffusers-tpu profile`, None for none.
-        models: by name, whose programs the trace is of.
+        run: returns when its result is on the host.
+        profile: the folder for a trace of the `count` runs, for `diffusers-tpu profile`; None for no trace.
+        models: by name, the models whose programs are written beside the trace.
     """
     import jax
 
@@ -160,12 +248,12 @@ def time_runs(run: Callable[[], object], count: int, profile: str | None = None,
         start = time.perf_counter()
         return run(), time.perf_counter() - start
 
-    answer, seconds = timed()
+    result, seconds = timed()
     print(f"first run, with compilation and the weights' way to the chips: {seconds:.2f} s")
     times = []
     with jax.profiler.trace(profile) if profile else contextlib.nullcontext():
         for _ in range(count):
-            answer, seconds = timed()
+            result, seconds = timed()
             times.append(1e3 * seconds)
     if profile and (runners := {name: runner for name, model in models.items() if (runner := runs(model))}):
         write_programs(runners, profile, count)
@@ -173,74 +261,4 @@ def time_runs(run: Callable[[], object], count: int, profile: str | None = None,
         f"{count} runs: mean {statistics.mean(times):.1f} ms, least {min(times):.1f}, most {max(times):.1f}"
         + (f"; traced into {profile}" if profile else "")
     )
-    return answer
-
-
-class Steps:
-    """The clock of a pipeline's steps while it is entered, and a trace of some of them.
-
-    A step ends when the device has finished what `scheduler.step` answers: there are pipelines without callbacks.
-
-    Args:
-        count: steps of the call.
-        profile: the folder of the trace, for `diffusers-tpu profile`, None for none.
-    """
-
-    def __init__(self, pipe, count: int, profile: str | None = None):
-        self.pipe, self.profile = pipe, profile
-        self.last_profiled = min(FIRST_PROFILED + PROFILED_STEPS, count) - 1
-        self.seconds: list[float] = []
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> "Steps":
-        self._step = self.pipe.scheduler.step
-        timed = functools.wraps(self._step)(functools.partial(self._timed))  # upstream reads what `step` takes
-        self._open.enter_context(replaced([(vars(self.pipe.scheduler), "step", timed)]))
-        if self.profile:
-            self._open.enter_context(traced(self.pipe, self.profile, range(FIRST_PROFILED, self.last_profiled + 1)))
-        self._since = time.perf_counter()
-        return self
-
-    def __exit__(self, *error):
-        return self._open.__exit__(*error)
-
-    def _timed(self, *args, **kwargs):
-        answer = self._step(*args, **kwargs)
-        wait(answer)
-        self.seconds.append(time.perf_counter() - self._since)
-        self._since = time.perf_counter()
-        return answer
-
-    @property
-    def median(self) -> float:
-        """Seconds of a step after the first, which begins with the text and may compile."""
-        return statistics.median(self.seconds[1:] or self.seconds)
-
-    @property
-    def total(self) -> float:
-        """Seconds of all steps, each of the median: the rest of a call is text, VAE and the pipeline's own."""
-        return len(self.seconds) * self.median
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} s a step after the first"
-
-    @property
-    def traced(self) -> str:
-        return f"traced steps {FIRST_PROFILED + 1} to {self.last_profiled + 1} into {self.profile}"
-
-
-def repeat_call(pipe, call: dict, args: argparse.Namespace) -> tuple[object, Steps]:
-    """The frames of the last of `args.num_iterations` calls, alike to the seed, and its clock. Prints the seconds of each.
-
-    `args` names also `num_inference_steps`, `seed`, and `profile`: the folder for a trace of the last call's steps, or None.
-    """
-    import torch
-
-    for number in range(args.num_iterations):
-        last, start = number == args.num_iterations - 1, time.perf_counter()
-        with Steps(pipe, args.num_inference_steps, args.profile if last else None) as steps:
-            frames = pipe(**call, generator=torch.Generator().manual_seed(args.seed)).frames[0]
-        seconds = time.perf_counter() - start
-        rest = f", {seconds - steps.total:.2f} s outside of steps" if number else " with compilation"
-        print(f"run {number + 1}: {seconds:.2f} s{rest}, {steps}")
-    return frames, steps
+    return result

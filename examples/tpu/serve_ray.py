@@ -1,7 +1,7 @@
-"""Replicas of `diffusers-tpu serve` by Ray Serve, one a host: `python examples/tpu/serve_ray.py MODEL --sizes 832x480x81 --replicas 2`.
+"""`diffusers-tpu serve` in Ray Serve, one replica per host: `python examples/tpu/serve_ray.py MODEL --sizes 832x480x81 --replicas 2`.
 
-A replica is the application of the room `serving` with a pipeline of its own. Ids of videos are known to the replica that made them:
-images, which are answered in their request, need nothing; videos need a balancer with sticky sessions before several replicas.
+A replica is the application of `diffusers.tpu.apps.serving` with its own pipeline. Videos are polled by id at the replica that made them, so
+several replicas need a load balancer with sticky sessions. Images are returned in the response to their request and need none.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from diffusers.tpu.apps.serving.sizes import default_frames, parse
 @serve.deployment(max_ongoing_requests=512)
 @serve.ingress()
 class Replica:
-    """One pipeline; it compiles its sizes before Ray sends requests."""
+    """Holds one pipeline, which compiles its sizes before Ray sends requests."""
 
     def __init__(self, model: str, sizes: list[str], dtype: str | None, defaults: dict, settings: dict):
         pipe = diffusers.DiffusionPipeline.from_pretrained(model, **({"dtype": dtype} if dtype else {}))
@@ -41,7 +41,12 @@ class Replica:
 def start(
     model: str, sizes: list[str], replicas: int, *, dtype=None, defaults=None, actor=None, port=8000, **settings
 ):
-    """Return when all replicas take requests. `actor`: Ray's options of one, such as {"resources": {"TPU": 8}}."""
+    """Starts the replicas and returns when all accept requests.
+
+    Args:
+        actor: Ray's options of each replica, such as {"resources": {"TPU": 8}}.
+        settings: fields of `Settings`.
+    """
     serve.start(http_options={"host": settings.get("host", "127.0.0.1"), "port": port})
     deployment = Replica.options(num_replicas=replicas, ray_actor_options=actor or {})
     serve.run(deployment.bind(model, sizes, dtype, defaults or {}, settings), route_prefix="/")

@@ -1,6 +1,6 @@
-"""LoRA of a Wan text-to-video model, from a folder of short clips, each with its words beside it: NAME.mp4, NAME.txt.
+"""Trains a LoRA of a Wan text-to-video model on a folder of short clips NAME.mp4, each with its prompt in NAME.txt.
 
-The adapter is a file that `pipe.load_lora_weights` takes. A run that was stopped goes on from its last checkpoint.
+The adapter is written as a file for `pipe.load_lora_weights`. A run that was stopped resumes from its last checkpoint.
 """
 
 import argparse
@@ -44,7 +44,7 @@ transformer, vae = pipe.transformer.requires_grad_(False), pipe.vae.requires_gra
 
 
 def encoded(clip: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents [C, F, H, W] as the denoiser has them, and the text's embeddings."""
+    """Returns the clip's normalised latents [C, F, H, W] and its prompt's embeddings."""
     frames = torch.from_numpy(np.asarray(imageio.v3.imread(clip))).permute(3, 0, 1, 2)[None] / 127.5 - 1
     mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
     latents = vae.encode(frames.to(args.device, vae.dtype)).latent_dist.mode().cpu().float()

@@ -222,8 +222,8 @@ def test_a_transformer_by_itself_gives_upstreams_answer(run, monkeypatch, make, 
     for tokens, count in {"TEXT": 11, "GLYPHS": 5, "IMAGE": 3}.items():
         if name == DIT:
             monkeypatch.setattr(script, tokens, count)
-    once = script.run
-    monkeypatch.setattr(script, "run", lambda *args: answers.append(once(*args)) or answers[-1])
+    once = flags.run_transformer
+    monkeypatch.setattr(flags, "run_transformer", lambda *args: answers.append(once(*args)) or answers[-1])
     given = (
         f"--model_path model --resolution 480p --frames {frames} --num_runs 2 --enable_cfg --seed 3 --dtype float32"
     )

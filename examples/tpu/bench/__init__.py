@@ -1,8 +1,9 @@
-"""The benchmarks of `diffusers-tpu bench`, and what their rows are measured or compiled with.
+"""The benchmarks of `diffusers-tpu bench`, and the scripts that measure or compile their rows.
 
-Part of the repository, not of the wheel: the command line puts the folder above this one on `sys.path`.
+The wheel does not contain them: the command line puts the folder above this one on `sys.path`.
 """
 
+import functools
 import json
 import os
 import platform
@@ -16,8 +17,13 @@ from diffusers.tpu.planner import sources
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@functools.cache
 def run_module(name: str, *arguments: str, seconds: float | None = None, **environment: str) -> dict:
-    """The JSON that `python -m bench.NAME` prints last, on simulated chips. Raises RuntimeError where that process fails."""
+    """Returns the JSON in the last line of `python -m bench.NAME`, run on simulated chips, once for equal arguments.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", f"{__name__}.{name}", *arguments],
@@ -34,5 +40,5 @@ def run_module(name: str, *arguments: str, seconds: float | None = None, **envir
 
 
 def versions(**more: str) -> dict[str, str]:
-    """What a row that is measured on this machine was measured with."""
+    """Returns the `versions` of a row that is measured on this machine."""
     return {"python": platform.python_version(), "machine": platform.machine(), **more, "sources": sources()}

@@ -1,4 +1,4 @@
-"""The attention kernels asked: by shape, by block sizes, and by everything that they should compile for."""
+"""Cases of the attention kernels: by shape, by block sizes, and a sweep over all that they should compile for."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ SMALLEST = {slice_.chip.generation: name for name, slice_ in reversed(TOPOLOGIES
 
 
 def attention_cases() -> list[Case]:
-    """Attention kernels by chip, shape and path: bundles per 1024 x 1024 scores."""
+    """Returns cases by chip, shape and path, with bundles per 1024 x 1024 scores."""
     return [
         _attention(chip, shape, path) for chip in COMPARED for shape in ATTENTION_SHAPES for path in ATTENTION_PATHS
     ]
@@ -50,8 +50,10 @@ def _attention(chip: str, shape: str, path: str) -> Case:
 
 
 def gradient_cases() -> list[Case]:
-    """The backward pass of attention by chip, shape and path, as `attention_cases`: ours, and JAX's, which is fastest as one kernel in
-    equal blocks of up to 1,024 tokens: 2,048 take more."""
+    """Returns cases of the backward pass by chip, shape and path: our kernel and JAX's, in the units of `attention_cases`.
+
+    JAX's is fastest as one kernel with equal blocks of up to 1,024 tokens; blocks of 2,048 take more bundles.
+    """
     return [
         _gradients(chip, shape, path) for chip in COMPARED for shape in GRADIENT_SHAPES for path in ("ours", "stock")
     ]
@@ -68,17 +70,18 @@ def _gradients(chip: str, shape: str, path: str) -> Case:
 
 
 def _of_mode(answer: dict, way: str) -> dict:
-    """The row of one way; all are of one program."""
+    """Returns the row of one softmax mode; all modes are in one program."""
     rest = dict(answer)
     return {**rest.pop("by_way")[way], **rest}
 
 
 def tune(case: Case, on_progress: Callable) -> dict:
-    """The best blocks for an attention case, the present ones among them, the compiler as judge of both ways: a row for `tuned.json`.
+    """Returns the best blocks for an attention case as a row of `tuned.json`, by bundles of the compiled programs.
 
-    A head's values decide its way, so blocks that are best for heads with a bound may not ruin the others.
+    Values decide a head's softmax mode at run time, so blocks are ranked by the sum over the bounded and the online mode.
 
-    Raises ValueError for a case that has no blocks of ours.
+    Raises:
+        ValueError: a case whose blocks are not tuned.
     """
     chip, shape, path = (case.row[name] for name in ("chip", "shape", "path"))
     if path != BOUND:
@@ -99,7 +102,7 @@ def tune(case: Case, on_progress: Callable) -> dict:
 
 
 def tuned_table(rows: list[dict]) -> str:
-    """`attention/tuned.json` with rows of `tune` in place of those it has of the same chip and shape."""
+    """Returns the text of `attention/tuned.json` with these rows of `tune`, which replace those of the same chip and shape."""
     table = _tuned_rows()
     for row in rows:
         table[_tuned_key(row)] = row
@@ -139,20 +142,14 @@ SWEEP_MASKED = (2, 8, 4321, 4321, 128)
 
 
 def sweep_cases() -> list[Case]:
-    """Does the attention kernel, all its ways at once, compile: by chip, shape, dtype and mask; not timed."""
+    """Returns cases, by chip, shape, dtype and mask, that only compile the attention kernel, with all its softmax modes."""
     rows = [(shape, dtype, "none") for shape in SWEEP_SHAPES for dtype in ("bfloat16", "float32")]
     rows += [(SWEEP_MASKED, dtype, mask) for mask in SWEEP_MASKS for dtype in ("bfloat16", "float32")]
     return [_sweep(chip, shape, dtype, mask) for chip in COMPARED for shape, dtype, mask in rows]
 
 
 def _sweep(chip: str, shape: tuple[int, ...], dtype: str, mask: str) -> Case:
-    request = {
-        "topology": SMALLEST[chip],
-        "shape": shape,
-        "kernel": "kernel",
-        "dtype": dtype,
-        "mask": mask,
-    }
+    request = {"topology": SMALLEST[chip], "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
     row = {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask}
     question = Question(KERNELS, request, 600, schedules=False)
     return Case(row, question, lambda answer: {name: answer[name] for name in ("compile_seconds", "blocks")})

@@ -1,4 +1,4 @@
-"""One attention call on one chip, compiled, in the compiler's process: `answer` is what `bench attention` runs in a child."""
+"""Compiles one attention call for one chip. `bench attention` runs `answer` in the compiler's process."""
 
 import contextlib
 import functools
@@ -36,23 +36,24 @@ PARTS = {  # name: the mask's part and its shape for [B, N, T, S]
 
 
 def as_list(blocks: Blocks) -> list:
-    """The blocks as JSON holds them; the inverse of `from_list`."""
+    """Returns the blocks as lists for JSON; the inverse of `from_list`."""
     return [blocks.queries, blocks.keys, blocks.piece, list(astuple(blocks.bound)), list(astuple(blocks.online))]
 
 
 def answer(request: dict, progress: Callable) -> dict:
-    """Cycles of one kernel, in all and per 1024 x 1024 scores; of ours by way, all of them in one program as a run has it.
+    """Returns seconds of one kernel and bundles per 1024 x 1024 scores; for our kernel `by_way`, one entry per softmax mode.
 
     Args:
-        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash", "exp2", or
-            "gradients" and "splash gradients", which are counted without the forward pass; `blocks`, as `Blocks` in a list for
-            ours and three sizes for the others, None for the kernel's own;
+        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash", "exp2",
+            "gradients" or "splash gradients", the last two without the forward pass; `blocks`: for ours as of `as_list`, for the others
+            three sizes, None for the kernel's default;
             `kv_heads`, `dtype`, `turned`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`;
             `named` (see `naming`).
 
-    A child that writes no schedules says of a kernel only how long it compiles.
+    Without schedules there are no seconds and bundles, only those of compilation.
 
-    Raises BadRequest for what does not compile.
+    Raises:
+        BadRequest: a kernel that does not compile.
     """
     batch, heads, q_len, kv_len, dim = request["shape"]
     name, blocks, dtype = request["kernel"], request.get("blocks"), jnp.dtype(request.get("dtype", "bfloat16"))
@@ -105,12 +106,7 @@ def answer(request: dict, progress: Callable) -> dict:
         compiled = kept.compiled(compiler, lowered, mesh)
     except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
         raise BadRequest(f"{name} with blocks {blocks} does not compile: {str(error).splitlines()[0]}") from error
-    answered = {
-        "blocks": blocks,
-        "compile_seconds": compiled.seconds,
-        **of_program,
-        "versions": versions(),
-    }
+    answered = {"blocks": blocks, "compile_seconds": compiled.seconds, **of_program, "versions": versions()}
     if not compiled.schedules:
         return answered
     timed = timing.time_program(compiled, topology.chip, [(0, 0, 0)])
@@ -136,7 +132,7 @@ def _kernel_of(timed: timing.Timing, bundles_per_second: float) -> dict:
 
 
 def sizes_to_try(request: dict, progress: Callable) -> list:
-    """Candidates of blocks for `shape` and `topology` (as for `answer`), the rule's own first, then ones unlike it."""
+    """Returns up to `count` blocks to try for `shape` and `topology` (as of `answer`): the default rule's first, then ones that differ."""
     batch, heads, q_len, kv_len, dim = request["shape"]
     found = candidates(Shape(q_len, kv_len, dim, dim), find_topology(request["topology"]).chip.generation)
     chosen = [*found[:1]]

@@ -1,7 +1,7 @@
-"""The benchmarks of `diffusers-tpu bench`: what the compiler says of one case, as a row; every row from one compilation.
+"""The benchmarks of `diffusers-tpu bench`: one row per case, from one compilation or one measurement.
 
-A bench is a list of cases, each a row's identity (what filters select by), the question to the compiler and how the rest of
-the row is read from its answer. Comparisons are cases of the same bench, asked the same way.
+A bench is a list of cases. A case has the row's identity, by which filters select, the question to the compiler, and a function that
+reads the rest of the row from the answer. What is compared with ours is a case of the same bench.
 """
 
 import functools
@@ -32,10 +32,10 @@ AS_COMPILED_BY_OTHERS = {"layers": "xla", "sparse_cores": False}
 
 
 def step_cases() -> list[Case]:
-    """A denoising step with guidance: the program that a run compiles, by what its heads do, and as it would be otherwise.
+    """A denoising step with guidance: the program of a run, by softmax mode, and variants of it.
 
-    "unrolled, stock": every block compiled for itself, with JAX's splash attention and the compiler's layers, as torchax gives
-    the model; "unrolled, online": the same with a running maximum in exponentials to base 2.
+    "unrolled, stock": blocks are not scanned, attention is JAX's splash kernel, linear layers are the compiler's, as in plain
+    torchax. "unrolled, online": the same with online softmax in base 2.
     """
     wan, unrolled = ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P), {"scan": False, **AS_COMPILED_BY_OTHERS}
     stock = {"attention": "splash", "attention_blocks": [*CHIPS["v6e"].splash_blocks]}
@@ -111,7 +111,7 @@ NOT_COUNTED = (
 
 
 def run_cases() -> list[Case]:
-    """A whole run, text encoder, steps and VAE, all compiled; and a first run, which traces and compiles them before."""
+    """A whole run of text encoder, steps and VAE, and a first run, which also traces and compiles them."""
     cases = [
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, 50),
         ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P, 50),
@@ -156,10 +156,10 @@ def _run(topology: str, model: str, size: dict, steps: int, way: str) -> Case:
 
 
 def vae_cases() -> list[Case]:
-    """One video, by VAEs that have a plan: without one the compiler takes long.
+    """One video through each VAE that has a plan; the compiler takes long without one.
 
-    Variants: upstream's module as we run it ("ours"), the same in upstream's tiles ("ours, in tiles"), and the one in plain
-    JAX ("nnx").
+    Variants: upstream's module on the TPU path ("ours"), the same with upstream's tiling ("ours, in tiles"), and the module in
+    plain JAX ("nnx").
     """
     hunyuan = ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P, "bfloat16")
     cases = [
@@ -197,7 +197,7 @@ def _vae(topology: str, model: str, size: dict, dtype: str, variant: str, entry:
 
 
 def nnx_vae(topology: str, model: str, size: dict, dtype: str, entry: str = "decode") -> Case:
-    """One video by the model's VAE in plain JAX. `size`: height, width and num_frames."""
+    """One video through the model's VAE in plain JAX. `size`: height, width and num_frames."""
     request = {"topology": topology, "model": model, "dtype": dtype, "entry": entry, **size}
     row = {"topology": topology, "model": model, **size, "dtype": dtype, "variant": "nnx", "entry": entry}
 
@@ -208,14 +208,9 @@ def nnx_vae(topology: str, model: str, size: dict, dtype: str, entry: str = "dec
 
 
 def torch_vae(
-    topology: str,
-    model: str,
-    arguments: dict,
-    dtype: str,
-    tiling: bool = False,
-    entry: str = "decode",
+    topology: str, model: str, arguments: dict, dtype: str, tiling: bool = False, entry: str = "decode"
 ) -> Case:
-    """One call by upstream's module as we run it. `arguments`: of the pipeline's call."""
+    """One call of upstream's VAE on the TPU path. `arguments`: of the pipeline's call."""
     asked = {"arguments": arguments, "everything": True, "only": ["vae"], "tiling": tiling}
     variant = "ours, in tiles" if tiling else "ours"
     row = {"topology": topology, "model": model, **arguments, "dtype": dtype, "variant": variant, "entry": entry}
@@ -238,7 +233,7 @@ def torch_vae(
 
 
 def calibration_cases() -> list[Case]:
-    """Our sum for configurations that others measured on hardware, and its error."""
+    """Configurations that others measured on hardware: our computed seconds, and their error."""
     return [*(_calibration(published) for published in PUBLISHED), *tokamax_cases.cases()]
 
 
@@ -273,13 +268,13 @@ def _calibration(published) -> Case:
 
 
 def check_cases() -> list[Case]:
-    """The look at a module before each call: measured here, not compiled for anything."""
+    """The check of a module before each call, measured on this machine."""
     models = ("linear-1000", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "hunyuanvideo-1.5-720p-t2v")
     return [Case({"model": model}, None, functools.partial(check_row.answer, model)) for model in models]
 
 
 def cache_cases() -> list[Case]:
-    """Caches, products of 8 bits and sparse attention on the shipped model: measured here, and by that planned of a large one."""
+    """Caches, 8-bit linear layers and sparse attention: quality measured on the shipped model, seconds planned for a large one."""
     names = (*cache_row.CACHES, *cache_row.PRODUCTS, *map(cache_row.sparse_variant, cache_row.SPARSITIES))
     return [
         Case({"model": "wan-shapes", "name": name}, None, functools.partial(cache_row.answer, name)) for name in names
@@ -287,7 +282,7 @@ def cache_cases() -> list[Case]:
 
 
 def host_cases() -> list[Case]:
-    """What a step costs the host: measured here, on simulated chips."""
+    """Host time of a step, measured on this machine with simulated chips."""
     return [
         Case({"scheduler": scheduler, "chips": chips}, None, functools.partial(host_row.answer, scheduler, chips))
         for scheduler in host_row.SCHEDULERS
@@ -296,7 +291,7 @@ def host_cases() -> list[Case]:
 
 
 def ready_cases() -> list[Case]:
-    """From a process's start to its first step: measured here, on simulated chips."""
+    """Time from a process's start to its first step, measured on this machine with simulated chips."""
     return [
         Case({"model": "wan-shapes", "name": run}, None, functools.partial(ready_row.answer, run))
         for run in ready_row.RUNS
@@ -304,7 +299,7 @@ def ready_cases() -> list[Case]:
 
 
 def compile_cases() -> list[Case]:
-    """A run's executables made ahead, into an empty store."""
+    """Ahead-of-time compilation of a run's programs into an empty store."""
     model, size = "wan2.1-t2v-14b", {"height": 720, "width": 1280, "num_frames": 81}
 
     def ask() -> dict:
@@ -317,7 +312,7 @@ def compile_cases() -> list[Case]:
 
 
 def load_cases() -> list[Case]:
-    """Weights from disk to simulated chips beside `dd`: measured here."""
+    """Loading weights from disk to simulated chips beside `dd`, measured on this machine."""
     return [Case({"chips": chips}, None, functools.partial(load_row.answer, chips)) for chips in (1, 8)]
 
 
@@ -341,9 +336,10 @@ BENCHES = {
 
 
 def select(kind: str, filters: dict[str, str]) -> list[Case]:
-    """The cases of a bench whose row has these values.
+    """Returns the cases of a bench whose row has these values.
 
-    Raises ValueError for a filter that no case has, or that leaves none.
+    Raises:
+        ValueError: a filter that no row has, or a value that selects no case.
     """
     cases = BENCHES[kind]()
     for name, value in filters.items():

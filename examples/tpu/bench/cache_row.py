@@ -1,12 +1,11 @@
-"""What caches, linear layers in 8 bits and sparse attention do to the videos of the shipped model, on simulated chips; and what that would
-be of a large model's run, by its records.
+"""Quality of step caches, 8-bit linear layers and sparse attention on the shipped model, on simulated chips, and the planned seconds of a
+large model's run with them, from its records.
 
-PSNR and SSIM (Wang et al. 2004: a Gaussian window of 1.5 pixels) are of a video against the one without either, in float32, the worst of
-`PROMPTS`. A block run is one block for one branch of one step. For `PRODUCTS` the denoiser is in bfloat16. Sparse attention has videos of
-`LARGER` size, which the model was not trained for.
+PSNR and SSIM (Wang et al. 2004: a Gaussian window of 1.5 pixels) compare a video with the exact float32 one; the worst of `PROMPTS` counts.
+A block run is one block for one branch of one step. For `PRODUCTS` the denoiser is in bfloat16. Videos with sparse attention have the size
+`LARGER`, for which the model was not trained.
 """
 
-import functools
 import json
 
 import numpy as np
@@ -56,16 +55,17 @@ SHIFT_OF_LARGE = 5.0  # of its scheduler at 720p, by its card
 
 
 def sparse_variant(sparsity: float) -> str:
-    """The variant of step.json, whose steps are all sparse."""
+    """Returns the name of the variant of step.json in which all steps are sparse."""
     return f"sparse attention, {sparsity}"
 
 
 def answer(name: str) -> dict:
-    """Quality, block runs and planned seconds with the cache, or the products, of this name.
+    """Returns quality, block runs and planned seconds for a name among `CACHES`, `PRODUCTS` and sparse variants.
 
-    Raises RuntimeError where the process that makes the videos fails.
+    Raises:
+        RuntimeError: the process that makes the videos failed.
     """
-    found = dict(_measured()[name])
+    found = dict(run_module("cache_row", DIFFUSERS_TPU_DEVICES="1")[name])
     ran = found.pop("steps_with_blocks")
     if name in CACHES:
         seconds, slower = planned(ran, "first" in name)
@@ -84,9 +84,9 @@ def answer(name: str) -> dict:
 
 
 def planned(ran: list[bool], first_block: bool) -> tuple[float, float]:
-    """Seconds of a whole run of the large model, and of a chip that waits more, where blocks run in these steps.
+    """Returns the lower and upper bound of seconds of the large model's run where blocks run in the true steps of `ran`.
 
-    What the plan does not name as a block's takes its time in each step; so does the first block, if the cache looks at it.
+    Every step has the time of modules outside of blocks, and of the first block if the cache reads it.
     """
     run, plan = _record("run.json"), json.loads((RECORDS / "plan-wan2.1-t2v-14b-v6e-8.json").read_text())
     if len(ran) != run["steps"]:
@@ -99,21 +99,21 @@ def planned(ran: list[bool], first_block: bool) -> tuple[float, float]:
 
 
 def planned_products(kind: str) -> tuple[float, float] | tuple[None, None]:
-    """Seconds of a whole run of the large model whose linear layers have such products, and of a chip that waits more; None: not there."""
+    """Returns the lower and upper bound of seconds of the large model's run with linear layers of this kind; None if its chip has none."""
     if kind not in ("bfloat16", find_topology(LARGE["topology"]).chip.narrow):
         return None, None
     return planned_variant("ours" if kind == "bfloat16" else EIGHT_BITS, _record("run.json")["steps"])
 
 
 def planned_variant(variant: str, steps: int) -> tuple[float, float]:
-    """Seconds of a whole run of the large model, of whose steps so many are as this variant of step.json."""
+    """Returns the lower and upper bound of seconds of the large model's run where `steps` of its steps are this variant of step.json."""
     run, ours, other = _record("run.json"), *(_record("step.json", variant=v, height=720) for v in ("ours", variant))
     saved = [steps * (ours[of] - other[of]) for of in ("seconds_per_step", "slower")]
     return run["seconds"]["total"] - saved[0], run["slower"] - saved[1]
 
 
 def sparse_steps() -> int:
-    """Of the large model's run, those that sparse attention has by default."""
+    """Returns how many steps of the large model's run use sparse attention by default."""
     from diffusers import UniPCMultistepScheduler
     from diffusers.tpu import TPUConfig
 
@@ -129,18 +129,13 @@ def _record(name: str, **more) -> dict:
     return next(row for row in json.loads((RECORDS / name).read_text()) if wanted <= row.items())
 
 
-@functools.cache
-def _measured() -> dict[str, dict]:
-    return run_module("cache_row", DIFFUSERS_TPU_DEVICES="1")
-
-
 def psnr(video: np.ndarray, oracle: np.ndarray) -> float:
-    """Decibels, of values from 0 to 1."""
+    """Returns the peak signal-to-noise ratio in decibels of values in [0, 1]."""
     return float(-10 * np.log10(np.mean((video.astype(np.float64) - oracle) ** 2)))
 
 
 def ssim(video: np.ndarray, oracle: np.ndarray) -> float:
-    """Mean structural similarity [F, H, W, C] of values from 0 to 1, of each frame and channel."""
+    """Returns the mean structural similarity of frames and channels of `[F, H, W, C]` in [0, 1]."""
     from scipy.ndimage import gaussian_filter
 
     def mean(x):
@@ -153,7 +148,7 @@ def ssim(video: np.ndarray, oracle: np.ndarray) -> float:
 
 
 def main():
-    """Makes the videos and prints the rows; a process of its own, on one simulated chip."""
+    """Makes the videos and prints the rows; run in its own process, on one simulated chip."""
     import torch
 
     import diffusers

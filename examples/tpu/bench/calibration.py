@@ -1,9 +1,8 @@
-"""What others measured on hardware, as configurations that we can compile: how near our sum comes.
+"""Measurements of others on hardware, as configurations that we can compile: the error of our computed seconds.
 
-Rows are measurements whose configuration is public in enough detail: mesh, sharding, kernel, blocks. Scripts that pin
-only the batch and the heads of q, k, v, and whose profile shows all-to-all, are compiled with the sequence split (sp); the
-one that names a tensor axis for its activations, with tp. Figures are their authors', from the repository yangwhale/gpu-tpu-pedia. Those of AI-Hypercomputer/maxdiffusion are not among them: its
-transformer is another program.
+Rows are measurements whose mesh, sharding, kernel and blocks are public, all from the repository yangwhale/gpu-tpu-pedia. Scripts that
+pin only the batch and the heads of q, k, v, and whose profile shows all-to-all, are compiled with the sequence split (sp); the one that
+names a tensor axis for its activations, with tp. AI-Hypercomputer/maxdiffusion is left out: its transformer is another program.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from unittest import mock
 
 @dataclass(frozen=True)
 class Published:
-    """One measurement. `attention`: of one kernel call (batch, heads, queries, keys, head size) instead of a step."""
+    """One measurement, of a step, or of a kernel call where `attention` is (batch, heads, queries, keys, head size)."""
 
     name: str
     topology: str
@@ -28,15 +27,15 @@ class Published:
 
     @property
     def row(self) -> dict:
-        """What filters select by."""
+        """Returns the row's identity, by which filters select."""
         return {"name": self.name, "topology": self.topology, "model": self.model or "attention"}
 
 
 @contextlib.contextmanager
 def as_theirs():
-    """As in the measured scripts: padded keys are not masked, "online" is a kernel like theirs, CogVideoX has upstream's blocks.
+    """Compiles as the measured scripts do: padded keys unmasked, "online" a kernel like theirs, CogVideoX with upstream's blocks.
 
-    For compiling only.
+    Programs compiled in this context are not for running.
     """
     from diffusers.tpu.kernels.attention import api, splash  # imports JAX, which listing the rows does not need
     from diffusers.tpu.pipelines import plans

@@ -1,4 +1,4 @@
-"""A case of a bench: a row's identity, the question to the compiler, and how the rest of the row is read from its answer."""
+"""A case of a bench: a row's identity, the question to the compiler, and a function that reads the rest of the row from the answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ LTX = {"height": 512, "width": 768, "num_frames": 121}
 
 @dataclass(frozen=True)
 class Case:
-    """A row.
+    """One row of a bench.
 
     Attributes:
-        row: what it is.
-        question: the compiler's; None for what is measured here.
-        read: the rest of the row, of the answer; of nothing if there is no question.
-        as_run: the question is asked a second time without schedules; `read` takes that answer too.
-        anyway: `read` takes the answer of a program that finds no room too.
+        row: the row's identity.
+        question: to the compiler; None for a row that is measured on this machine.
+        read: returns the rest of the row from the answer; without a question it takes no argument.
+        as_run: also compile without schedules, as a run does, and pass that answer to `read` as its second argument.
+        anyway: also read the answer of a program that does not fit.
     """
 
     row: dict
@@ -33,7 +33,11 @@ class Case:
     anyway: bool = False
 
     def ask(self, on_progress: Callable = lambda text: None) -> dict:
-        """The rest of the row. Raises ValueError for what has no figures, and as `Question.answer`."""
+        """Returns the rest of the row.
+
+        Raises:
+            ValueError: the program does not fit; also what `Question.answer` raises.
+        """
         if self.question is None:
             return self.read()
         answers = [self.question.answer(on_progress)]
@@ -45,7 +49,7 @@ class Case:
 
 
 def _check_room(answer: dict):
-    """Raises ValueError where the compiler found no room for a program."""
+    """Raises ValueError for a program that does not fit the chip's memory."""
     for part in answer.get("parts", ()):
         if part["refused"]:
             what = f"{part['component']}.{part['entry']} of {answer['model']} on {answer['topology']}"

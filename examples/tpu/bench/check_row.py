@@ -1,4 +1,4 @@
-"""What looking at a module before each of its calls costs: measured on this machine's processor, of modules without weights."""
+"""Cost of checking a module before each of its calls, measured on this machine's processor with modules on the meta device."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +17,10 @@ TIMES = 3000
 
 
 def answer(model: str) -> dict:
-    """`check_microseconds` of a look at a module that nothing has changed, and `read_milliseconds` of one where something has.
+    """Returns `check_microseconds` for an unchanged module, and `read_milliseconds` for reading its state again after a change.
 
     Args:
-        model: "linear-1000", a thousand submodules; or a published model, of whose pipeline the denoiser is taken.
+        model: "linear-1000" for a module of a thousand submodules, or a published model, whose denoiser is checked.
     """
     module = _thousand() if model.startswith("linear") else _denoiser(model)
     start = time.perf_counter()
@@ -46,7 +46,7 @@ def _denoiser(model: str) -> torch.nn.Module:
 
 
 def _least(look: Callable[[], bool]) -> float:
-    """Seconds of the quickest of many looks: what else the processor does only adds."""
+    """Returns the seconds of the quickest of `TIMES` checks, as other load only adds to them."""
     seconds = []
     for _ in range(TIMES):
         start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""A kernel like those whose times others published: transposed scores, exp2, a running maximum. For calibration only.
+"""An attention kernel like those whose times others published: transposed scores, exp2, a running maximum. For calibration only.
 
-Nothing here is tuned: its schedule is to be that of the measured kernels, so that our sum can be held against their
-clocks. As theirs, it asks for the compiler's LP scheduler, has weights and values in float32 and does not mask the keys
-that fill the last block. Ours is `attention.kernel`.
+It is not tuned, so that its schedule is that of the measured kernels and our computed seconds can be compared with theirs. As in theirs, the
+compiler's LP scheduler is requested, weights and values are float32, and keys that pad the last block are not masked. Our own kernel is
+`diffusers.tpu.kernels.attention.kernel`.
 """
 
 import functools
@@ -25,7 +25,7 @@ VMEM_BYTES = 100 << 20
 
 
 def unsupported(q, k, v, mask: Mask | None) -> str | None:
-    """What of this call the exp2 kernel does not take, or None."""
+    """Returns what the exp2 kernel does not support of this call, or None."""
     if q.shape[1] != k.shape[1]:
         return f"{q.shape[1]} query heads over {k.shape[1]} key heads"
     return None if mask is None else f"a mask ({mask.kind})"
@@ -44,7 +44,7 @@ def exp2_attention(
     blocks: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N T D"]:
-    """Attention in q's dtype on one chip; keys that fill the last block are zeros in the softmax.
+    """Returns attention in q's dtype on one chip; keys that pad the last block enter the softmax as zeros.
 
     `blocks`: queries, keys, and keys of one inner step. VMEM: two buffers of each block of q, k, v and the output, and
     per query D + 16 float32 of state. Raises NotImplementedError for what is `unsupported`, and for a ring's `with_lse`.

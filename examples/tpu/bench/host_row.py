@@ -1,11 +1,9 @@
-"""What a step costs the host beside the model's own program: measured on this machine's processor, on simulated chips.
+"""Host time of a step outside of the model's program, measured on this machine's processor with simulated chips.
 
-A Wan pipeline whose transformer is one tiny block, so that almost nothing of a step is computing. A step is upstream's loop as it
-runs: the look at the model, its call, guidance, the scheduler. Of a schedule that has been there before; the first time a
-scheduler's steps are traced.
+The Wan pipeline's transformer is one tiny block, so that a step is almost all host time: upstream's loop with the check of the model, its
+call, guidance and the scheduler. The schedule is one that was run before; a scheduler's steps are traced in the first run.
 """
 
-import functools
 import json
 import statistics
 import sys
@@ -21,24 +19,16 @@ CALL = {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 2.0, "outp
 
 
 def answer(scheduler: str, chips: int) -> dict:
-    """`step_milliseconds` of a whole step; of them `program_milliseconds` of the model's program alone, waited for; the rest is the
-    host's, `host_milliseconds`. Each is the median of a run's steps, of the quickest of some runs: what else runs only adds.
+    """Returns `step_milliseconds` of a whole step, `program_milliseconds` of the model's program until it has finished, and
+    `host_milliseconds`, their difference. Each is the median of a run's steps, from the quickest of `RUNS` runs.
 
-    `first_milliseconds`: a step of the first run, which traces the scheduler's; `scheduler_programs`: executables of these.
+    `first_milliseconds`: a step of the first run, which traces the scheduler's steps; `scheduler_programs`: their executables.
     """
-    return {
-        **_measured(scheduler, chips),
-        "versions": versions(),
-    }
-
-
-@functools.cache
-def _measured(scheduler: str, chips: int) -> dict:
-    return run_module("host_row", scheduler, DIFFUSERS_TPU_DEVICES=str(chips))
+    return {**run_module("host_row", scheduler, DIFFUSERS_TPU_DEVICES=str(chips)), "versions": versions()}
 
 
 def tiny_pipeline(scheduler: str):
-    """Wan's pipeline around one block, without a text encoder: it takes embeddings."""
+    """Returns a Wan pipeline with one block and no text encoder; prompts are embeddings."""
     import diffusers
 
     transformer = diffusers.WanTransformer3DModel(
@@ -52,7 +42,7 @@ def tiny_pipeline(scheduler: str):
 
 
 def main(scheduler: str):
-    """Measures and prints a row; a process of its own, for its own number of chips."""
+    """Measures and prints a row; run in its own process, as each has its number of chips."""
     import jax
     import torch
 

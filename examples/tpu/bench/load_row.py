@@ -1,10 +1,9 @@
-"""Weights from disk to simulated chips beside what `dd` reads of the same files: measured on this machine.
+"""Loading weights from disk to simulated chips beside `dd` of the same files, measured on this machine.
 
-A made-up checkpoint of 4 GiB, a Wan transformer in bfloat16 in shards with an index, is loaded as a run loads it
-(`from_pretrained` and `.to("cuda")`). Before each load and each `dd` the kernel is told to drop these files from its cache
-(POSIX_FADV_DONTNEED). The memory of simulated chips is the host's: `seconds` are of chips whose memory is there, as a TPU's is
-(a process that has loaded and dropped a model keeps its memory); `first_seconds` are of a process that has to ask the kernel
-for each page.
+A random checkpoint of 4 GiB, a Wan transformer in bfloat16 in shards with an index, is loaded as in a run (`from_pretrained` and
+`.to("cuda")`). Before each load and each `dd` the files are dropped from the page cache (POSIX_FADV_DONTNEED). Simulated chips use the
+host's memory. `seconds` are of a process that keeps the memory of a model it loaded and deleted before, since a TPU's memory needs no
+allocation by the kernel; `first_seconds` are of a process that allocates every page.
 """
 
 import functools
@@ -41,12 +40,13 @@ LIMIT_SECONDS = 1800
 
 
 def answer(chips: int, model: tuple = tuple(MODEL.items()), rounds: int = ROUNDS) -> dict:
-    """Seconds and bytes per second of a load and of `dd`, medians of `rounds` by turns; what the host holds at its peak.
+    """Returns seconds and bytes per second of a load and of `dd`, medians of `rounds` by turns, and the host's peak memory.
 
     Args:
-        model: settings of the transformer.
+        model: items of the transformer's configuration.
 
-    Raises RuntimeError where the process that loads fails.
+    Raises:
+        RuntimeError: the process that loads failed.
     """
     folder = made_checkpoint(model)
     fast = _in_a_process(folder, chips, rounds, KEEPS_MEMORY)
@@ -75,7 +75,7 @@ def _kept_folder() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def made_checkpoint(model: tuple) -> Path:
-    """A folder with config, shards and index of a Wan transformer of these settings, its values random."""
+    """Returns a folder with configuration, shards and index of a Wan transformer of this configuration, with random values."""
     from safetensors.torch import save_file
 
     from diffusers import WanTransformer3DModel
@@ -175,7 +175,7 @@ def _timed(action: Callable) -> float:
 
 
 def _peak(action: Callable) -> tuple[int, object]:
-    """What the process's own memory, that of files left out, grows by at most, in bytes; and what `action` returns."""
+    """Returns the peak growth in bytes of the process's anonymous memory during `action`, and the result of `action`."""
     before, over = _own_memory(), threading.Event()
     highest = [before]
 

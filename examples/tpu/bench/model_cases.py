@@ -1,4 +1,4 @@
-"""A denoising step of the models that people run, at their published size: on one chip and on slices of eight."""
+"""A denoising step of popular models at their published size, on one chip and on slices of eight."""
 
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND
 from diffusers.tpu.planner import PLANS, Question, request_of
@@ -31,7 +31,7 @@ def model_cases() -> list[Case]:
 
 
 def training_cases() -> list[Case]:
-    """A step of training, of adapters or of all weights: there and back, clipping and AdamW."""
+    """A training step of adapters or of all weights: forward and backward pass, gradient clipping and AdamW."""
     flux = [("flux.1-dev", "lora", {"height": side, "width": side}) for side in (512, 1024)]
     wan = {"height": 480, "width": 832, "num_frames": 81}
     cases = [

@@ -1,4 +1,4 @@
-"""Of which programs the answers to many questions would be, nothing compiled: what `make records` asks before it makes rows again."""
+"""Names of the programs behind many questions, from traces without compilation. `make records` compares them with those of its rows."""
 
 import gc
 import json
@@ -14,9 +14,9 @@ from diffusers.tpu.planner.aot import BadRequest, run_in_child
 def programs_of(
     questions: list[Question], seconds: float = 3600, on_progress: Callable[[str], None] = lambda text: None
 ) -> list[dict | None]:
-    """`programs` and `reader` as an answer to each of these questions would have them; None for one without an answer.
+    """Returns the `programs` and `reader` that the answer to each question would have; None for a question that is refused.
 
-    An answer that has the same is the same answer, whatever else of the sources has changed.
+    A kept answer with equal `programs` and `reader` is still valid, whatever else of the sources has changed.
     """
     asked = [json.dumps([question.function, question.request], sort_keys=True) for question in questions]
     distinct = [*dict.fromkeys(asked)]
@@ -27,7 +27,7 @@ def programs_of(
 
 
 def names(request: dict, progress: Callable) -> dict:
-    """In the compiler's process: each of `questions`, [function, request], with `named` in its request."""
+    """Runs in the compiler's process. Calls the function of each of `questions`, [function, request], with `named` in the request."""
     named = []
     for number, (function, asked) in enumerate(request["questions"], 1):
         progress(f"{number} of {len(request['questions'])}: {function} {asked}")

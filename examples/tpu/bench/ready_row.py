@@ -1,6 +1,6 @@
-"""From a process's start to its first denoising step: measured on this machine, of the shipped model on eight simulated chips.
+"""Time from a process's start to its first denoising step, measured on this machine for the shipped model on eight simulated chips.
 
-The same script twice with one cache that is empty before: the second finds the executables of the first.
+The same script runs twice with one cache, empty at first; the second process loads the executables of the first.
 """
 
 import functools
@@ -18,14 +18,13 @@ CALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 16, "
 
 
 def answer(run: str) -> dict:
-    """Of the "first" or the "second" process, in seconds from its start: `imported`, `placed` (weights on the chips), `stepped`
-    (its first step's latents are there); `traces` of models, their `compilations`, executables `recalled`; of other small
-    programs those that were `compiled_small` and `read_small`.
+    """Returns a row of the "first" or the "second" process.
+
+    In seconds from its start: packages `imported`, weights `placed` on the chips, first step done (`stepped`). Counts: `traces` and
+    `compilations` of models, their executables loaded from the cache (`recalled`), and small programs compiled
+    (`compiled_small`) or loaded (`read_small`).
     """
-    return {
-        **_measured()[run],
-        "versions": versions(),
-    }
+    return {**_measured()[run], "versions": versions()}
 
 
 @functools.cache
@@ -36,7 +35,7 @@ def _measured() -> dict[str, dict]:
 
 
 def main(start: float):
-    """Runs and prints a row; `start`: when the process was asked for, by the clock that all processes of a machine share."""
+    """Runs the model and prints a row. `start`: the time of the process's launch, by `time.monotonic`, which all processes share."""
     seen = {"cache_hits": 0, "cache_misses": 0}
 
     import jax

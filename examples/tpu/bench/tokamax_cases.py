@@ -1,9 +1,9 @@
-"""Timings of tokamax's flash attention on v7x, which its wheel has, and our sum of the same kernels with the same blocks.
+"""Timings of tokamax's flash attention on v7x, from its wheel, and our computed seconds of the same kernels with the same blocks.
 
-A timing is the median of five: by the profiler, from the first operation of the compiled call to the last one's end, the transposes before
-and behind the kernel too, on one JAX device, which is half a chip (`tokamax/_src/benchmarking.py`, `autotuning/autotuner.py`). Rows are
-forward, bfloat16, without residuals, without a mask. Causal ones are left out: the trips of their grid and which of its two bodies
-a step runs are data, which the reader does not see.
+A timing is the median of five by the profiler, from the start of the call's first operation to the end of its last, with the transposes
+around the kernel, on one JAX device, which is half a chip (`tokamax/_src/benchmarking.py`, `autotuning/autotuner.py`). Rows are forward
+passes in bfloat16, without residuals and masks. Causal ones are left out: the number of grid steps and the body of each are data, which
+the reader of schedules does not see.
 """
 
 import importlib.metadata
@@ -25,7 +25,7 @@ NAMED = "tokamax"  # how the names of these rows begin
 
 
 def cases() -> list[Case]:
-    """A case for each timing; without tokamax the rows of the record, as they stand."""
+    """Returns a case for each timing; without tokamax the rows of the record, unchanged."""
     try:
         found = timings(Path(importlib.metadata.distribution("tokamax").locate_file(TABLE)))
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def _identity(name: str) -> dict:
 
 
 def timings(table: Path) -> dict[str, tuple[list, dict, float]]:
-    """By name: the shapes [B, T, N, D] of q, k and v, the kernel's settings, and seconds."""
+    """Returns by name the shapes [B, T, N, D] of q, k and v, the kernel's configuration, and seconds."""
     found = {}
     for said, tried in json.loads(table.read_text()).items():
         asked = json.loads(said)

@@ -1,4 +1,4 @@
-"""One call of tokamax's flash attention on one v7x device, compiled, in the compiler's process."""
+"""Compiles one call of tokamax's flash attention for one v7x device, in the compiler's process."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from diffusers.tpu.planner.worker import versions
 
 
 def answer(request: dict, progress: Callable) -> dict:
-    """Our sum of one call, the whole program's, in the compiler's process."""
+    """Returns our computed seconds of the whole program of one call."""
     from tokamax._src.ops.attention.pallas_mosaic_tpu import Config, PallasMosaicTpuFlashAttention
 
     topology = find_topology(request["topology"])

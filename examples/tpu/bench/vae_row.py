@@ -1,4 +1,4 @@
-"""One call of a VAE in plain JAX, compiled, in the compiler's process: `answer` is what `bench vae --variant nnx` runs in a child."""
+"""Compiles one call of a VAE in plain JAX. `bench vae --variant nnx` runs `answer` in the compiler's process."""
 
 import importlib.metadata
 import math
@@ -19,13 +19,14 @@ SIZES = ("height", "width", "num_frames")
 
 
 def answer(request: dict, progress: Callable) -> dict:
-    """Seconds, memory and compilation of one video's decoding or encoding, on the mesh that its pipeline would choose.
+    """Returns seconds, memory and compilation time of decoding or encoding one video, on the mesh that its pipeline would choose.
 
     Args:
         request: `topology`, `model`, `dtype`, `entry` ("decode" or "encode"); `height`, `width` and `num_frames` of the
             video; `named` (see `naming`).
 
-    Raises BadRequest for what cannot be planned.
+    Raises:
+        BadRequest: a model without a VAE in plain JAX, or a size that the VAE does not take.
     """
     topology, height, width, frames = find_topology(request["topology"]), *(request[n] for n in SIZES)
     try:

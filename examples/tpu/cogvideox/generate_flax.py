@@ -47,10 +47,10 @@ def main():
     args = parser.parse_args()
     config, target = flags.checked(parser, args, args.num_inference_steps)
     flags.at_least_one(parser, args, "num_iterations")
-    output = flags.output_file(parser, "--output", args.output)
+    flags.check_output(parser, "--output", args.output)
     if (args.height is None) != (args.width is None):
         parser.error("expected --height and --width together, or neither for the model's own size, got one")
-    flags.check_class(parser, args.model_id, CogVideoXPipeline, "CogVideoX, text-to-video")
+    flags.checked_class(parser, args.model_id, CogVideoXPipeline, "CogVideoX, text-to-video")
 
     pipe = CogVideoXPipeline.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))
     if not args.disable_vae_tiling:
@@ -59,11 +59,7 @@ def main():
     print(f"{where(pipe, target)}; attention {config.attention}")
 
     call = {name: getattr(args, name) for name in PASSED} | {"num_frames": args.frames, "output_type": "np"}
-    frames, steps = flags.repeat_call(pipe, call, args)
-    flags.write_video(frames, output, args.fps)
-    print(f"wrote {args.output}")
-    if args.profile:
-        print(steps.traced)
+    flags.make_video(pipe, call, args, args.output)
 
 
 if __name__ == "__main__":

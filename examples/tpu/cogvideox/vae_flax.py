@@ -1,7 +1,7 @@
-"""CogVideoX's VAE by itself, timed: upstream's module on the TPU path, or its form in Flax NNX. See README.md, beside it.
+"""CogVideoX's VAE by itself, timed: upstream's module on the TPU path, or its form in Flax NNX.
 
-A random video [B, C, F, H, W] is encoded, its latents are decoded; with `--only decode` latents are random. A run is one call, from
-its input on the host to its answer there.
+A random video [B, C, F, H, W] is encoded and its latents are decoded; with `--only decode` the latents are random. A run is one call,
+from the input on the host to the output on the host. What each flag became: SCRIPTS.md, one folder up.
 """
 
 import argparse
@@ -50,25 +50,25 @@ def make_parser() -> argparse.ArgumentParser:
 
 @torch.no_grad()
 def upstreams(vae, entry: str, x: torch.Tensor) -> torch.Tensor:
-    """Means of the latents, or the video, of upstream's module."""
+    """Returns the latents' means, or the video, from upstream's module."""
     return vae.encode(x).latent_dist.mode() if entry == "encode" else vae.decode(x).sample
 
 
 def in_flax(vae, entry: str, x: torch.Tensor) -> torch.Tensor:
-    """The same of the module in Flax, channels last inside of it."""
+    """Returns the same from the Flax module, whose arrays are channels-last."""
     x = x.permute(CHANNELS_LAST).float().numpy()
     answer = vae.encode(x).mode() if entry == "encode" else vae.decode(x)
     return torch.from_numpy(np.array(answer, np.float32)).permute(CHANNELS_FIRST)
 
 
 def where_in_flax(vae, target) -> str:
-    """In one line what it runs on, as `where` says it of upstream's."""
+    """Returns one line about the mesh and chips of the Flax module, as `where` does for upstream's."""
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in vae.mesh.shape.items())
     return f"Flax NNX; mesh {mesh}; " + ("simulated chips: these are not TPU times" if target.simulated else "TPU")
 
 
 def load(args: argparse.Namespace) -> tuple[object, Callable]:
-    """The VAE on the chips, and what calls it: `upstreams` or `in_flax`."""
+    """Returns the VAE on the chips and the function that calls it, `upstreams` or `in_flax`."""
     if args.flax:
         import jax.numpy as jnp
 
@@ -84,7 +84,7 @@ def load(args: argparse.Namespace) -> tuple[object, Callable]:
 
 
 def first_input(config, args: argparse.Namespace) -> torch.Tensor:
-    """A random video in [-1, 1], or with `--only decode` random latents; values that the dtype has."""
+    """Returns a random video in [-1, 1], or random latents with `--only decode`, in the dtype of `args`."""
     generator = torch.Generator().manual_seed(args.seed)
     if args.only == "decode":
         latents = (args.frames - 1) // TEMPORAL + 1, args.height // SPATIAL, args.width // SPATIAL
@@ -95,7 +95,7 @@ def first_input(config, args: argparse.Namespace) -> torch.Tensor:
 
 
 def compared(answer: torch.Tensor, expected: torch.Tensor) -> str:
-    """The errors that one looks at."""
+    """Returns the mean, largest and relative error in one line."""
     apart = (answer.double() - expected.double()).abs()
     relative = apart.norm() / expected.double().norm()
     return f"mean {apart.mean():.1e}, largest {apart.max():.1e}, relative {relative:.1e}"

@@ -24,7 +24,7 @@ def _input(kind: str, tooltip: str, default, **more) -> tuple:
 
 
 class Node:
-    """What the three have in common: fields of a request, of which an empty one means the server's default."""
+    """Inputs that all nodes have: fields of a request. An empty field means the server's default."""
 
     CATEGORY, FUNCTION = "diffusers on TPU", "make"
     MORE = {}  # inputs of one node
@@ -46,7 +46,7 @@ class Node:
     def asked(
         self, prompt, seed, negative_prompt="", size="", steps=0, guidance=-1.0, server=SERVER
     ) -> tuple[Client, dict]:
-        """A client, which stops waiting when the graph is interrupted, and the request's fields."""
+        """Returns the request's fields and a client whose requests end when the graph is interrupted."""
         given = {"negative_prompt": negative_prompt, "size": size.strip(), "num_inference_steps": steps}
         fields = {"prompt": prompt, "seed": seed, **{name: value for name, value in given.items() if value}}
         fields |= {"guidance_scale": guidance} if guidance >= 0 else {}
@@ -54,7 +54,7 @@ class Node:
 
 
 class TPUTextToVideo(Node):
-    """A job at the server, which is cancelled when the graph is interrupted."""
+    """Runs a job on the server and cancels it when the graph is interrupted."""
 
     RETURN_TYPES, TITLE = ("VIDEO",), "Text to Video (TPU)"
     DESCRIPTION = "A video by `diffusers-tpu serve`, with progress and, where the model has them, previews."
@@ -89,14 +89,14 @@ class TPUTextToVideo(Node):
 
 
 class TPUImageToVideo(TPUTextToVideo):
-    """The same, from a picture."""
+    """Runs a job on the server that makes a video from a picture."""
 
     TITLE = "Image to Video (TPU)"
     MORE = {"image": ("IMAGE", {"tooltip": "Where the video starts from: the first of a batch."})}
 
 
 class TPUTextToImage(Node):
-    """One request, without progress; the server cancels its jobs when the connection is closed."""
+    """Sends one request, without progress; the server cancels its jobs when the connection is closed."""
 
     RETURN_TYPES, TITLE = ("IMAGE",), "Text to Image (TPU)"
     DESCRIPTION = "Images by `diffusers-tpu serve`; their seeds follow each other."
@@ -110,14 +110,14 @@ class TPUTextToImage(Node):
 
 
 def png(images: torch.Tensor) -> bytes:
-    """The first of a batch B H W C of values 0 to 1."""
+    """Returns the first image of a batch `B H W C` in [0, 1] as a PNG file."""
     pixels = (images[0, ..., :3].clamp(0, 1) * 255).round().byte().cpu().numpy()
     Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
     return file.getvalue()
 
 
 def preview(client: Client, path: str) -> tuple | None:
-    """In the form that ProgressBar takes; None where the server has none."""
+    """Returns the job's preview as `ProgressBar` takes it, None where the server has none."""
     try:
         return "JPEG", Image.open(io.BytesIO(client.ask("GET", f"{path}/content?variant=preview"))), PREVIEW_SIDE
     except ServerError as error:

@@ -1,4 +1,4 @@
-"""The HTTP API of `diffusers-tpu serve`, by Python's standard library alone."""
+"""A client of the HTTP API of `diffusers-tpu serve` that needs Python's standard library only."""
 
 import http.client
 import json
@@ -14,7 +14,7 @@ LOOK_SECONDS = 0.2
 
 
 class ServerError(RuntimeError):
-    """What the server refused (`status`), or that there is none (0)."""
+    """The server returned the error `status`, or was not reached (0)."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -22,7 +22,10 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """One server. `look` is called while a response is awaited (by https before it alone); what it raises closes the connection."""
+    """A client of one server.
+
+    `look` is called every `LOOK_SECONDS` until a response begins; an exception that it raises closes the connection.
+    """
 
     def __init__(self, address: str, look: Callable[[], None] = lambda: None):
         self.parts, self.look, self.address = urlsplit(address.strip().rstrip("/")), look, address
@@ -30,7 +33,11 @@ class Client:
             raise ValueError(f"expected a server's address as http://HOST:PORT, got {address!r}")
 
     def ask(self, method: str, path: str, fields: dict | None = None, picture: bytes | None = None):
-        """The response's body, of JSON its value. `fields` are sent as JSON, with a picture as a form. Raises ServerError."""
+        """Returns the response's body, parsed where it is JSON. Raises ServerError.
+
+        Args:
+            fields: sent as JSON, or as a form where there is a picture.
+        """
         kind, body = "application/json", None if fields is None else json.dumps(fields)
         if picture is not None:
             kind, body = form(fields, picture)
@@ -62,7 +69,7 @@ class Client:
 
 
 def form(fields: dict, picture: bytes) -> tuple[str, bytes]:
-    """Content type and body of a form with a picture as `input_reference`."""
+    """Returns content type and body of a form with the picture as `input_reference`."""
     edge = uuid.uuid4().hex
     head = f'--{edge}\r\nContent-Disposition: form-data; name="'
     text = "".join(f'{head}{name}"\r\n\r\n{value}\r\n' for name, value in fields.items())

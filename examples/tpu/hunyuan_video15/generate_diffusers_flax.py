@@ -10,7 +10,6 @@ import diffusers.tpu
 from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from diffusers.tpu.apps.cli.arguments import parameters_of
 from diffusers.tpu.apps.cli.generate import where
-from diffusers.tpu.apps.cli.session import pipeline_class
 from diffusers.utils import load_image
 
 
@@ -47,22 +46,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def pipeline_of(args: argparse.Namespace) -> type:
-    """The pipeline that `model_index.json` names. Raises ValueError for flags that it does not take or that need others."""
-    if args.num_iterations < 1:
-        raise ValueError(f"expected --num_iterations of 1 or more, got {args.num_iterations}")
+def pipeline_of(parser: argparse.ArgumentParser, args: argparse.Namespace, model: str) -> type:
+    """Returns the pipeline that the model's `model_index.json` names; ends the process with status 2 for flags that do not fit it."""
     if (args.height is None) != (args.width is None):
-        raise ValueError("expected --height and --width together, or neither for the model's own size, got one")
+        parser.error("expected --height and --width together, or neither for the model's own size, got one")
     if args.image is not None and args.height is not None:
-        raise ValueError("expected no --height and --width with --image, got them: the size follows the picture's")
-    args.model_id = args.model_id or MODEL + ("t2v" if args.image is None else "i2v")
-    cls = pipeline_class(args.model_id)
-    if not issubclass(cls, (HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline)):
-        raise ValueError(f"expected --model_id of HunyuanVideo-1.5, got a {cls.__name__}")
+        parser.error("expected no --height and --width with --image, got them: the size follows the picture's")
+    classes = HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline
+    cls = flags.checked_class(parser, model, classes, "HunyuanVideo-1.5")
     takes_image = "image" in parameters_of(cls)
     if takes_image != (args.image is not None):
         expected, got = ("--image", "none") if takes_image else ("no --image", "one")
-        raise ValueError(f"expected {expected} for {args.model_id}, a {cls.__name__}, got {got}")
+        parser.error(f"expected {expected} for {model}, a {cls.__name__}, got {got}")
     return cls
 
 
@@ -70,13 +65,12 @@ def main():
     parser = make_parser()
     args = parser.parse_args()
     config, target = flags.checked(parser, args, args.num_inference_steps)
-    output = flags.output_file(parser, "--output_path", args.output_path)
-    try:
-        cls = pipeline_of(args)
-    except ValueError as error:
-        parser.error(str(error))
+    flags.at_least_one(parser, args, "num_iterations")
+    flags.check_output(parser, "--output_path", args.output_path)
+    model = args.model_id or MODEL + ("t2v" if args.image is None else "i2v")
+    cls = pipeline_of(parser, args, model)
 
-    pipe = cls.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))
+    pipe = cls.from_pretrained(model, dtype=getattr(torch, args.dtype))
     if not args.disable_vae_tiling:
         pipe.vae.enable_tiling()
     if args.guidance_scale is not None:
@@ -86,11 +80,7 @@ def main():
 
     call = {name: getattr(args, name) for name in ("prompt", "negative_prompt", "num_frames", "num_inference_steps")}
     call |= {"image": load_image(args.image)} if args.image else {"height": args.height, "width": args.width}
-    frames, steps = flags.repeat_call(pipe, call, args)
-    flags.write_video(frames, output, args.fps)
-    print(f"wrote {args.output_path}")
-    if args.profile:
-        print(steps.traced)
+    flags.make_video(pipe, call, args, args.output_path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Runs every prompt of the vocabulary through WanPipeline and counts what the scorer finds right.
+"""Runs WanPipeline on every prompt of the vocabulary and counts what the scorer finds correct.
 
-Prompt `i` of `make_vocabulary()` gets its own CPU generator with seed `SEED + i`, so neither the batch size nor the
+Prompt `i` of `make_vocabulary()` gets its own CPU generator with seed `--seed` + `i`, so neither the batch size nor the
 other prompts change its video.
 """
 

@@ -1,4 +1,4 @@
-"""Draws clips of a shape into a folder, NAME.mp4 with its words in NAME.txt: what `train_lora.py` learns from."""
+"""Draws clips of a shape into a folder, NAME.mp4 with its prompt in NAME.txt, as data for `train_lora.py`."""
 
 import argparse
 import itertools

@@ -1,9 +1,9 @@
-"""Reads colour, shape and direction out of a video by classical image analysis; it knows nothing of any model.
+"""Finds colour, shape and direction in a video by classical image analysis, independently of any model.
 
 Background: the median of the picture's border over all frames. Foreground: pixels that differ from it by more than
 half of the largest difference, largest connected part only. Colour: the named hue nearest to the foreground's median
 hue. Shape: the share of the bounding box that is covered (square 1, circle pi/4, triangle 1/2), with partly covered
-edge pixels counted in part; of a half, a triangle's centroid is a sixth of its height below the box's centre, a diamond's is there.
+edge pixels counted in part. A diamond also covers 1/2: its centroid is at the box's centre, a triangle's a sixth of the height below it.
 Direction: the larger component of the centroid's fitted velocity.
 
 Letters: F frames, H height, W width.
@@ -28,7 +28,7 @@ DIAMOND_BELOW = 1 / 12  # of the height
 
 
 class Score(NamedTuple):
-    """What a video shows; None where nothing of the kind can be made out."""
+    """What a video shows; None where it cannot be determined."""
 
     colour: str | None
     shape: str | None
@@ -57,15 +57,12 @@ def score(video: np.ndarray) -> Score:
 
 def find_backgrounds(video: np.ndarray) -> np.ndarray:
     """Returns each frame's background colour `F 3`: the median over its border."""
-    border = np.concatenate(
-        [video[:, 0], video[:, -1], video[:, :, 0], video[:, :, -1]],
-        axis=1,
-    )
+    border = np.concatenate([video[:, 0], video[:, -1], video[:, :, 0], video[:, :, -1]], axis=1)
     return np.median(border, axis=1)
 
 
 def cover(frame: np.ndarray, background: np.ndarray) -> np.ndarray | None:
-    """Returns how much of each pixel `H W` the subject covers, in [0, 1], or None where nothing stands out."""
+    """Returns how much of each pixel `H W` the subject covers, in [0, 1], or None without enough contrast or area."""
     difference = np.linalg.norm(frame - background, axis=-1)
     if difference.max() < MIN_CONTRAST:
         return None

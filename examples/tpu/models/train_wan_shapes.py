@@ -4,8 +4,8 @@ Autoencoder: `mean |e| + 2 mean e^2 + v mean |grad e| + w KL(q(z | x), N(0, 1))`
 whole clips last; `v` rises to 1.
 Denoiser: rectified flow as Wan's, `x_s = (1 - s) x_0 + s e`, target `e - x_0`, timestep `1000 s`.
 
-A stage's length is minutes of processor time per thread, which on idle cores is wall-clock time. Progress is kept in
-`OUTPUT.train`, so a run that was stopped goes on where its last checkpoint stands.
+A stage's length is minutes of processor time per thread, which on idle cores is wall-clock time. Checkpoints are in `OUTPUT.train`; a run
+that was stopped resumes from the last one.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tqdm import tqdm
 import wan_shapes_parts as parts
 from diffusers import AutoencoderKLWan, WanPipeline
 from wan_shapes_clips import draw_dataset, make_caption
-from wan_shapes_stage import Checkpoint, Stage
+from wan_shapes_stage import Stage, load_checkpoint, save_checkpoint
 
 
 VAE_CLIPS = 2048
@@ -51,8 +51,8 @@ def make_pixels(clips: np.ndarray) -> torch.Tensor:
 def vae_loss(vae: AutoencoderKLWan, pixels: torch.Tensor, edge_weight: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the training loss and the mean absolute error of a batch `B C F H W`.
 
-    The squared error starts the learning, for which the absolute error alone settles on the background; later it is
-    small beside the other terms.
+    The squared error matters at the start, as the absolute error alone converges to the background; later it is small
+    beside the other terms.
     """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.set_grad_enabled(vae.quant_conv.weight.requires_grad):
@@ -69,7 +69,7 @@ def vae_loss(vae: AutoencoderKLWan, pixels: torch.Tensor, edge_weight: float) ->
 def train_vae(work: Path, minutes: float, seed: int) -> None:
     """Trains the autoencoder.
 
-    Short crops come first, where a step is a quarter of the price; last the decoder alone, on latents that stay.
+    It starts on short crops, where a step takes a quarter of the time. At the end the encoder is frozen and the decoder trained alone.
     """
     torch.manual_seed(seed)
     vae = parts.make_vae()
@@ -88,9 +88,9 @@ def train_vae(work: Path, minutes: float, seed: int) -> None:
 
 
 def encode_clips(vae: AutoencoderKLWan, clips: np.ndarray, work: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the clips' posterior means and deviations `N C F H W`, from disk if this encoder has made them before."""
-    checkpoint = Checkpoint(work / "latents.pt")
-    state = checkpoint.load()
+    """Returns the clips' posterior means and deviations `N C F H W`, from disk if they are of this encoder."""
+    checkpoint = work / "latents.pt"
+    state = load_checkpoint(checkpoint)
     if state is None or not torch.equal(state["encoder"], vae.quant_conv.weight):
         means, deviations = [], []
         for start in tqdm(range(0, len(clips), 32), desc="latents", unit="batch"):
@@ -103,7 +103,7 @@ def encode_clips(vae: AutoencoderKLWan, clips: np.ndarray, work: Path) -> tuple[
             "deviations": torch.cat(deviations),
             "encoder": vae.quant_conv.weight.detach().contiguous(),
         }
-        checkpoint.save(state)
+        save_checkpoint(checkpoint, state)
     return state["means"], state["deviations"]
 
 
@@ -165,9 +165,9 @@ def load_average(work: Path, name: str, modules: torch.nn.ModuleDict) -> torch.n
     """Returns `modules` with the averaged weights of the stage `name`.
 
     Raises:
-        FileNotFoundError: the stage has left no checkpoint yet.
+        FileNotFoundError: the stage has no checkpoint.
     """
-    state = Checkpoint(work / f"{name}.pt").load()
+    state = load_checkpoint(work / f"{name}.pt")
     if state is None:
         raise FileNotFoundError(f"expected {work / name}.pt, found none; run `--stage {name}` first")
     modules.load_state_dict(state["average"])
@@ -175,7 +175,7 @@ def load_average(work: Path, name: str, modules: torch.nn.ModuleDict) -> torch.n
 
 
 def round_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """Casts every weight to bfloat16, for storage only: loading casts to the type that is asked for."""
+    """Casts every weight to bfloat16 for storage; loading casts to the requested dtype."""
     return torch.nn.Module.to(module, torch.bfloat16)
 
 
@@ -188,8 +188,8 @@ def load_vae(work: Path) -> AutoencoderKLWan:
 def export(output: Path, work: Path, seed: int) -> None:
     """Writes the averaged weights to `output` as a pipeline: bfloat16, the text encoder float32 since it is small.
 
-    The latents' mean and deviation go into the autoencoder's configuration, where the pipeline looks for them. The
-    directory is written aside and renamed, so that no reader finds half a model; a model card that is there stays.
+    The latents' mean and deviation are stored in the autoencoder's configuration, from which the pipeline reads them. The
+    directory is written under another name and renamed, so that it is never incomplete; an existing model card is kept.
     """
     vae = load_vae(work)
     mean, std = measure_channels(*encode_clips(vae, draw_dataset(DENOISER_CLIPS, seed + 1)[0], work))

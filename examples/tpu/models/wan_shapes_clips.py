@@ -51,12 +51,12 @@ class Subject(NamedTuple):
 
 
 def make_vocabulary() -> list[Subject]:
-    """Returns every subject that the model knows: 6 colours x 3 shapes x 4 directions."""
+    """Returns every subject of the model's training: 6 colours x 3 shapes x 4 directions."""
     return [Subject(*words) for words in itertools.product(COLOURS, SHAPES, DIRECTIONS)]
 
 
 def make_caption(subject: Subject, rng: np.random.Generator) -> str:
-    """Returns a caption: the prompt itself most of the time, else another phrase or the same as a sentence."""
+    """Returns a caption: the prompt itself most of the time, else another phrase or the prompt as a sentence."""
     phrase = PHRASES[0] if rng.random() < 0.75 else PHRASES[rng.integers(1, len(PHRASES))]
     caption = phrase.format(**subject._asdict())
     return f"{caption[0].upper()}{caption[1:]}." if rng.random() < 0.1 else caption

@@ -54,7 +54,4 @@ def make_optimizers(module: torch.nn.Module, muon_lr: float, adam_lr: float) -> 
         flat = parameter.flatten(1).shape if parameter.ndim > 1 else (0, 0)
         is_table = "table" in name or "shared" in name or "relative_attention_bias" in name
         (rest if min(flat) < 4 or is_table else matrices).append(parameter)
-    return [
-        Muon(matrices, muon_lr),
-        torch.optim.AdamW(rest, adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+    return [Muon(matrices, muon_lr), torch.optim.AdamW(rest, adam_lr, betas=(0.9, 0.98), weight_decay=0.0)]

@@ -83,7 +83,7 @@ def make_transformer() -> WanTransformer3DModel:
     """Returns the denoiser: 4 layers, 8 heads of 24, its output zero at first.
 
     Zero padding is most of what cross-attention sees. Without biases in the text embedder and the key projection its
-    keys and values start as zeros too, which leaves the words room.
+    keys and values start as zeros too, so that they do not dominate the words.
     """
     transformer = WanTransformer3DModel(
         num_attention_heads=8,

@@ -11,40 +11,36 @@ import torch
 from wan_shapes_optimizer import make_optimizers
 
 
-class Checkpoint:
-    """A stage's state on disk, replaced whole, never written in place."""
+def load_checkpoint(path: Path) -> dict | None:
+    return torch.load(path, weights_only=True) if path.exists() else None
 
-    def __init__(self, path: Path):
-        self.path = path
 
-    def load(self) -> dict | None:
-        return torch.load(self.path, weights_only=True) if self.path.exists() else None
-
-    def save(self, state: dict) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        os.replace(temporary, self.path)
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Replaces the file as a whole; it is never written in place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
 
 
 class Stage:
-    """The loop that both stages share: optimiser, averaged weights, schedule, checkpoints, resumption.
+    """The training loop of both stages: optimiser, averaged weights, schedule, checkpoints, resumption.
 
     The learning rate rises over 100 steps and then falls as a cosine of the share of `minutes` used. The average
-    `a <- m a + (1 - m) w`, with `m = min(decay, (1 + step) / (10 + step))`, is what a stage hands on.
+    `a <- m a + (1 - m) w`, with `m = min(decay, (1 + step) / (10 + step))`, is the result of a stage.
     """
 
     checkpoint_seconds = 120
 
     def __init__(self, name: str, modules: torch.nn.ModuleDict, work: Path, minutes: float, rate: float, decay: float):
         self.modules, self.minutes, self.decay = modules, minutes, decay
-        self.checkpoint = Checkpoint(work / f"{name}.pt")
+        self.checkpoint = work / f"{name}.pt"
         self.optimizers = make_optimizers(modules, muon_lr=rate, adam_lr=1e-3)
         for group in self.groups:
             group["peak"] = group["lr"]
         self.average = {key: value.detach().clone() for key, value in modules.state_dict().items()}
         self.step, self.seconds = 0, 0.0
-        if state := self.checkpoint.load():
+        if state := load_checkpoint(self.checkpoint):
             modules.load_state_dict(state["modules"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"]):
                 optimizer.load_state_dict(saved)
@@ -59,15 +55,9 @@ class Stage:
         return min(self.seconds / (60 * self.minutes), 1.0)
 
     def save(self) -> None:
-        self.checkpoint.save(
-            {
-                "modules": self.modules.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "average": self.average,
-                "step": self.step,
-                "seconds": self.seconds,
-            }
-        )
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"modules": self.modules.state_dict(), "optimizers": optimizers, "average": self.average}
+        save_checkpoint(self.checkpoint, {**state, "step": self.step, "seconds": self.seconds})
 
     def steps(self) -> Iterator[int]:
         """Yields step numbers until the minutes are used, keeping time and saving every `checkpoint_seconds`."""

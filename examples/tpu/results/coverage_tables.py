@@ -1,4 +1,4 @@
-"""The tables of coverage.json, which examples/tpu/results/sweep/run.py makes: what becomes of each pipeline that upstream exports."""
+"""The tables of coverage.json, which examples/tpu/results/sweep/run.py writes: the result of each pipeline that upstream exports."""
 
 import re
 
@@ -6,7 +6,7 @@ from table_words import markdown
 
 
 RESULT_LIMIT, DENOISER_LIMIT = 1e-4, 1e-5
-OWN_FACTOR = 2.0  # of how far upstream's own answer goes when its inputs are rounded, where that is past the limit
+OWN_FACTOR = 2.0  # the limit of a denoiser, if larger, by the change of upstream's output when its inputs are rounded
 KINDS = ("video", "image", "audio")
 VIDEO = re.compile(
     r"Video|Wan|LTX|AnimateDiff|CogVideo|SkyReels|Helios|Mochi|Latte|PIA|Lucy|Chrono|AnyFlow|ToWorld|Allegro|Cosmos2_5|Cosmos3|I2V|T2V|TI2VA"
@@ -23,13 +23,13 @@ def ran(found: dict) -> bool:
 
 
 def amplified(found: dict) -> bool:
-    """Past the limit of a result, every denoiser within its own: the sampler amplifies what is rounded."""
+    """Whether the result is above its limit and all denoisers within theirs: the sampler amplifies roundings."""
     denoisers = found["denoisers"].values()
     return bool(denoisers) and all(map(exact, denoisers)) and found["error"] > RESULT_LIMIT
 
 
 def exact(denoiser: dict) -> bool:
-    """Within the limit, or no further than upstream's own answer goes when its inputs are moved by a last bit."""
+    """Whether the error is within the limit, or within `OWN_FACTOR` of upstream's own change when its inputs move by a last bit."""
     return denoiser["error"] <= max(DENOISER_LIMIT, OWN_FACTOR * denoiser.get("rounded_inputs", 0.0))
 
 
@@ -38,7 +38,7 @@ def right(found: dict) -> bool:
 
 
 def counts(record: dict) -> list[str]:
-    """A row for each kind of pipeline."""
+    """Returns a table with a row for each kind of pipeline."""
     columns = {
         "pipelines tried": lambda f: f["status"] != "not built",
         "run": ran,
@@ -59,7 +59,10 @@ def counts(record: dict) -> list[str]:
 
 
 def pipelines(record: dict) -> list[str]:
-    """Names of those that are compiled whole and within the limits, with the largest errors; the others one by one."""
+    """Returns a table of the pipelines that ran.
+
+    Those that are compiled whole and within limits share rows with their largest errors; each other one has its own.
+    """
     head = ("", "", "pipelines", "error, at most", "of a denoiser, at most", "what is not compiled, and why")
     groups: dict[tuple, list[str]] = {}
     for name, found in record.items():

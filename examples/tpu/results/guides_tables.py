@@ -1,6 +1,6 @@
-"""The table that sets the figures of the guides, which this project started from, beside ours of the same work.
+"""The table that compares figures of the guides from which this project started with ours of the same work.
 
-Theirs are typed here, each with the guide that states it; ours are of the records, and "no record" where none is made yet.
+The guides' figures are typed here, each with the guide that states it. Ours come from the records, "no record" where there is none.
 """
 
 import json
@@ -26,13 +26,17 @@ def _span(least: float, most: float) -> str:
 
 
 def _steps(model: str, topology: str, count: int) -> str:
-    """Seconds of so many steps at 720p, all heads bounded, nothing else."""
+    """Returns the seconds of `count` steps at 720p with all heads bounded, without text encoder and VAE."""
     rows = _rows("step", model=model, topology=topology, height=720, variant="ours", way="bound")
     return f"{_span(count * rows[0]['seconds_per_step'], count * rows[0]['slower'])}, steps alone" if rows else NONE
 
 
 def _run(model: str, topology: str, key: str = "", steps: int | None = None) -> str:
-    """Seconds of a run, with `steps` in place of the record's, or a first one (`key`); without a record its steps alone."""
+    """Returns the seconds of a run, or of a first run if `key` is given; of `steps` alone where there is no record.
+
+    Args:
+        steps: their number, if it is not the record's.
+    """
     row = next(iter(_rows("run", model=model, topology=topology, way="bound")), None)
     if row is None:
         return _steps(model, topology, steps or 50)
@@ -89,6 +93,6 @@ FIGURES: list[tuple[str, str, str, str, Callable[[], str]]] = [
 
 
 def beside(rows: list[dict]) -> list[str]:
-    """`rows`: of run.json, which the other records are read beside."""
+    """Returns the table. `rows` are those of run.json; other records are read from their files."""
     head = ("guide", "what", "slice", "theirs, measured", "ours, compiled")
     return markdown(head, [(guide, what, slice_, theirs, ours()) for guide, what, slice_, theirs, ours in FIGURES])

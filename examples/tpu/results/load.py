@@ -1,9 +1,11 @@
-"""The server and the bulk command under load: `python examples/tpu/results/load.py image` (or video, processes, ray; `--record` keeps the facts).
+"""Load tests of the server and the bulk command.
 
-image, video: `diffusers-tpu serve` on a tiny model and one simulated chip, asked by many clients at once; every tenth of their requests is
-cancelled, malformed or oversized. processes, ray: two commands `generate --prompts` that share one directory, or one with two actors of
-Ray's; SIGKILL comes when a number of outputs drawn at random is there, and a command that was killed is started again. Oracle of all:
-upstream's pipeline in this process, of the same prompts and seeds.
+    python examples/tpu/results/load.py image             or video, processes, ray; --record keeps the facts
+
+image, video: many clients send requests to `diffusers-tpu serve` with a tiny model on one simulated chip; every tenth request is cancelled,
+malformed or oversized. processes, ray: two commands `generate --prompts` share one directory, or one command has two Ray actors. A process
+is killed by SIGKILL when a random number of outputs exists, and a killed command is started again. The oracle is upstream's pipeline in
+this process, with the same prompts and seeds.
 """
 
 import argparse
@@ -66,7 +68,7 @@ BAD = [
 
 
 def start(words: list, devices: int = 1, **options) -> subprocess.Popen:
-    """The command `diffusers-tpu` on simulated chips."""
+    """Starts the command `diffusers-tpu` on simulated chips."""
     environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(devices), "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **options.pop("more", {})}
     return subprocess.Popen([*COMMAND, *map(str, words)], env=environment, text=True, **options)
@@ -91,7 +93,7 @@ def drawn_prompt(draw: random.Random) -> str:
 
 
 def by_hand(pipe, kind: str, prompt: str, seed: int) -> np.ndarray:
-    """The picture, or the contact sheet of the video, that upstream makes."""
+    """Returns upstream's image, or the contact sheet of its video, as an array."""
     made = pipe(prompt, generator=tiny.fresh(seed), output_type="pil", **ARGUMENTS[kind])
     return np.asarray((contact_sheet(made.frames[0]) if kind == "video" else made.images[0]).convert("RGB"), int)
 
@@ -104,7 +106,7 @@ def read(png) -> np.ndarray:
 
 
 def expected_of(kind: str) -> dict[tuple[str, int], np.ndarray]:
-    """By prompt and seed what upstream's pipeline makes."""
+    """Returns upstream's results by prompt and seed."""
     pipe, draw, found = pipeline(kind), random.Random(0), {}
     while len(found) < DISTINCT:
         asked = drawn_prompt(draw), draw.randrange(1000)
@@ -114,7 +116,7 @@ def expected_of(kind: str) -> dict[tuple[str, int], np.ndarray]:
 
 @contextlib.contextmanager
 def served(kind: str, folder: Path):
-    """(the server's process, its address) while it serves; it must end with status 0 when it is asked to."""
+    """A context with the server's process and address. At its end the server must exit with status 0 after SIGTERM."""
     pipeline(kind).save_pretrained(folder / "model")
     given = {"sizes": SIZES[kind], "port": 0, "max_batch": 4, "kept_jobs": 50}
     given |= {"queue": QUEUE, "body_bytes": BODY_BYTES, "prompt_characters": CHARACTERS}
@@ -134,7 +136,7 @@ def served(kind: str, folder: Path):
 
 
 class Client:
-    """One client: sends its share of the requests, counts what became of them."""
+    """One client, which sends its share of the requests and counts their outcomes."""
 
     def __init__(self, kind: str, address: str, expected: dict, seed: int):
         self.kind, self.address, self.expected = kind, address + PATHS[kind], expected
@@ -160,7 +162,7 @@ class Client:
         return self.session.request(method, self.address + path, timeout=ANSWER, **given)
 
     def _created(self, **body) -> dict:
-        """The answer to a valid request, sent again while the queue is full."""
+        """Returns the response to a valid request, which is sent again while the queue is full."""
         while (answer := self._asked("POST", json=body)).status_code == 429:
             self.counts["told to come again"] += 1
             assert "expected room" in answer.text
@@ -177,7 +179,7 @@ class Client:
         self.counts["valid"] += 1
 
     def _video(self, name: str) -> bytes:
-        """Asked for until it is there; its contact sheet."""
+        """Polls a video until it is complete; returns its contact sheet."""
         while (video := self._asked("GET", f"/{name}").json())["status"] in ("queued", "in_progress"):
             time.sleep(self.draw.uniform(0.2, 0.6))
         assert video["status"] == "completed", video
@@ -195,7 +197,7 @@ class Client:
         self.counts[f"refused with {expected}"] += 1
 
     def _cancelled(self):
-        """An image's client goes away while it waits; a video is deleted before it is there."""
+        """Closes the connection of an image's request early, or deletes a video's job before it is complete."""
         body, seconds = {"prompt": "a red circle", "num_inference_steps": 200}, self.draw.uniform(0, 0.3)
         if self.kind == "image":
             with contextlib.suppress(requests.Timeout):
@@ -209,7 +211,7 @@ class Client:
 
 
 def serve(kind: str, folder: Path, count: int = 1000, clients: int = 50) -> dict:
-    """Facts about one server that gets so many requests of all of its clients; `holds`: whether they are as they must be."""
+    """Returns facts about one server under `count` requests of all clients; `holds` says whether they are as expected."""
     expected = expected_of(kind)
     with served(kind, folder) as (process, address), ThreadPoolExecutor(clients) as pool:
         server, samples, begun = psutil.Process(process.pid), [], time.monotonic()
@@ -238,7 +240,7 @@ def serve(kind: str, folder: Path, count: int = 1000, clients: int = 50) -> dict
 
 
 def actors_of(command: subprocess.Popen) -> list[psutil.Process]:
-    """Ray's actors that have begun to work, below a command."""
+    """Returns the processes of a command's Ray actors."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(command.pid).children(recursive=True):
@@ -248,7 +250,7 @@ def actors_of(command: subprocess.Popen) -> list[psutil.Process]:
 
 
 def bulk(kind: str, folder: Path, count: int = 200, kills: int = 3) -> dict:
-    """Facts about the directory when all commands have ended; `holds`: whether they are as they must be."""
+    """Returns facts about the directory after all commands have ended; `holds` says whether they are as expected."""
     draw, ray, pipe = random.Random(1), kind == "ray", pipeline("prompts")
     pipe.save_pretrained(folder / "model")
     out, prompts = folder / "out", folder / "prompts.jsonl"

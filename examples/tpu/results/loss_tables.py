@@ -1,4 +1,4 @@
-"""The tables of what a known loss buys, and of what bfloat16 loses: caches, 8 bits, sparse attention, models at their published size."""
+"""The tables of methods with a loss (caches, 8 bits, sparse attention) and of errors in bfloat16 of models at published size."""
 
 from table_words import markdown, span, work_of
 
@@ -27,19 +27,19 @@ def cache(rows: list[dict]) -> list[str]:
 
 
 def eight_bits(rows: list[dict]) -> list[str]:
-    """Steps with linear layers in numbers of 8 bits beside those in bfloat16."""
+    """Compares steps whose linear layers have 8 bits with those in bfloat16."""
     head = ("model and size", "slice", "bfloat16, s a step", "8 bits, s a step", "layers alone, s", "less, %")
     return markdown(head, _beside_ours(rows, "8 bits", "matmul"))
 
 
 def sparse(rows: list[dict]) -> list[str]:
-    """Steps with sparse attention beside those that see all."""
+    """Compares steps with sparse attention with those with full attention."""
     head = ("model and size, sparsity", "slice", "all, s a step", "sparse, s a step", "attention alone, s", "less, %")
     return markdown(head, _beside_ours(rows, "sparse attention", "attention"))
 
 
 def _beside_ours(rows: list[dict], variant: str, part: str) -> list[tuple]:
-    """Rows of the variants that begin so, beside the exact ones; `part`: of a step, what they do otherwise."""
+    """Returns rows that compare variants with this prefix with ours. `part` is the kind of operation that they change."""
     lines, same = [], ("model", "topology", "height", "way")
     for row in (row for row in rows if row["variant"].startswith(variant)):
         ours = next(r for r in rows if r["variant"] == "ours" and all(r[name] == row[name] for name in same))
@@ -55,7 +55,7 @@ ERRORS = ("error", "upstream_error")
 
 
 def at_size(record: dict) -> list[str]:
-    """Errors of the models of values-at-size.json, in float32, and in bfloat16 beside upstream's own."""
+    """Returns a table of the errors in values-at-size.json, in float32 and in bfloat16, with upstream's own in bfloat16."""
     head = ("model and call", "parameters, billions", "float32", "bfloat16", "upstream's own in bfloat16")
     lines = []
     for row in record["rows"]:

@@ -1,15 +1,14 @@
 """Makes every file of this folder, and the tables of the pages from them.
 
-    python examples/tpu/results/make_records.py                  what these sources would answer otherwise, then the tables
-    python examples/tpu/results/make_records.py --only step vae  those records, then the tables
+    python examples/tpu/results/make_records.py                  rows that are out of date, then the tables
+    python examples/tpu/results/make_records.py --only step vae  those of these records, then the tables
     python examples/tpu/results/make_records.py --tables         the tables alone
-    python examples/tpu/results/make_records.py --check          which pages have a table that is not its record's
+    python examples/tpu/results/make_records.py --check          lists pages whose tables differ from their records
 
-A row stands if the same sources made it (`planner.sources`, in its `versions`) or, where its figures are of compiled programs,
-if these sources trace the same programs for it and read them by the same code (`bench.naming`: a few minutes for all).
-Others are made, hours for all; answers of the compiler are kept (`planner.Question`), so that a run that was stopped goes on
-from there. A record is replaced as a whole when all of it is there; if a part of it fails, the old one stays and the exit status
-is 1.
+A row is up to date if it was made by the same sources (`planner.sources`, in its `versions`). A row of compiled programs is also up to date
+if these sources trace the same programs and read them by the same code (`bench.naming`: a few minutes for all). Making all other rows takes
+hours; the compiler's answers are kept (`planner.Question`), so that a run that was stopped resumes. A record is replaced as a whole when it
+is complete; if a part fails, the old one stays and the exit status is 1.
 """
 
 import argparse
@@ -59,10 +58,10 @@ class Record:
     """Files of this folder that are made together.
 
     Attributes:
-        files: the first one says what made it.
-        make: (rows that stand) -> what is in each of the files, in this order.
-        rows: for a bench, the identity of its rows and the question of each (None for what is measured).
-        made_of: what a picture says that it was made of; None for files that are made each time, which takes no time.
+        files: their names; the first one records its sources.
+        make: returns the content of each file, given the rows that are up to date.
+        rows: for a bench, the identity of each row and its question (None for a measured row).
+        made_of: returns what the first file must record as its sources; None for files that are cheap and made each time.
     """
 
     files: tuple[str, ...]
@@ -71,7 +70,7 @@ class Record:
     made_of: Callable[[], str] | None = planner.sources
 
     def there(self, folder: Path) -> list[tuple[dict, planner.Question | None]]:
-        """Rows that are there and may stand: with the question whose programs decide, None where the sources are the same."""
+        """Returns the rows that may be up to date, each with the question whose programs decide, None if its sources are the same."""
         if self.made_of is None or not all((folder / name).is_file() for name in self.files):
             return []
         first = folder / self.files[0]
@@ -90,7 +89,7 @@ class Record:
         return pairs
 
     def is_whole(self, stand: list[dict], folder: Path) -> bool:
-        """Are these all its rows, and is nothing else there?"""
+        """Whether these are all its rows, and the file has no others."""
         if self.made_of is None or len(stand) != len(self.rows()):
             return False
         first = folder / self.files[0]
@@ -98,7 +97,7 @@ class Record:
 
 
 def standing(wanted: dict[str, Record], folder: Path) -> dict[str, list[dict]]:
-    """The rows of each that need not be made."""
+    """Returns the rows of each record that are up to date."""
     there = {name: record.there(folder) for name, record in wanted.items()}
     asked = [question for pairs in there.values() for _, question in pairs if question is not None]
     if asked:
@@ -113,12 +112,12 @@ def standing(wanted: dict[str, Record], folder: Path) -> dict[str, list[dict]]:
 
 
 def is_of(row: dict, named: dict | None) -> bool:
-    """Is this row, or this plan, of these programs by this reader?"""
+    """Whether a row or a plan is of these programs and read by this reader."""
     return named is not None and all(row[name] == named[name] for name in ("programs", "reader"))
 
 
 def records() -> dict[str, Record]:
-    """By name, the cheap ones first."""
+    """Returns all records by name, the cheap ones first."""
     made = {
         "check": of_bench("check"),
         "cache": of_bench("cache"),
@@ -148,7 +147,7 @@ def records() -> dict[str, Record]:
 
 
 def of_bench(kind: str, name: str | None = None) -> Record:
-    """The rows of `diffusers-tpu bench KIND --json`."""
+    """Returns the record with the rows of `diffusers-tpu bench KIND --json`."""
 
     def rows() -> list[tuple[dict, planner.Question | None]]:
         return [(case.row, case.question) for case in benches.BENCHES[kind]()]
@@ -180,12 +179,12 @@ def rows_of_plan(model: str, topology: str, size: dict, mesh=None) -> list[tuple
 
 
 def planned(model: str, topology: str, size: dict, mesh=None) -> list[bytes]:
-    """`diffusers-tpu plan --json`."""
+    """Returns the output of `diffusers-tpu plan --json`."""
     return [as_json(planner.plan(model, topology, arguments=size, mesh=mesh, seconds=1800))]
 
 
 def paged(stand: list[dict]) -> list[bytes]:
-    """`diffusers-tpu plan --report`, of the plans that are there."""
+    """Returns the pages of `diffusers-tpu plan --report` for the recorded plans."""
     return [report.page([json.loads((FOLDER / f"{name}.json").read_text())]).encode() for name in PLANS]
 
 
@@ -194,7 +193,7 @@ def picture_of() -> str:
 
 
 def pictured(stand: list[dict]) -> list[bytes]:
-    """The page of a plan as a browser of 1200 pixels shows it."""
+    """Returns a screenshot of a plan's page in a browser 1200 pixels wide."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise RuntimeError(f"expected a browser on PATH to take a picture with, one of {', '.join(BROWSERS)}")
@@ -208,7 +207,7 @@ def pictured(stand: list[dict]) -> list[bytes]:
 
 
 def until_it_ends(picture: Image.Image) -> Image.Image:
-    """Without the empty rows below a page, but for as many as are above it; in 256 colours."""
+    """Crops the rows below a page to as many as are empty above it, and reduces to 256 colours."""
     picture = picture.convert("RGB")
     empty = Image.new("RGB", picture.size, picture.getpixel((0, picture.height - 1)))
     _, top, _, bottom = ImageChops.difference(picture, empty).getbbox()
@@ -216,13 +215,13 @@ def until_it_ends(picture: Image.Image) -> Image.Image:
 
 
 def demonstrated(stand: list[dict]) -> list[bytes]:
-    """The frames of `make demo`."""
+    """Returns the frames that `make demo` writes."""
     subprocess.run(["make", "-o", ".venv/installed", "demo"], cwd=ROOT, check=True)  # of which this runs
     return [as_png(ROOT / "out" / "red-circle-right.png")]
 
 
 def compared(stand: list[dict]) -> list[bytes]:
-    """`diffusers-tpu compare` of the model that is shipped."""
+    """Returns the output of `diffusers-tpu compare` for the shipped model."""
     command = [str(Path(sys.executable).with_name("diffusers-tpu")), *COMPARED]
     environment = {**os.environ, "DIFFUSERS_TPU": "cpu"}
     said = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -230,7 +229,7 @@ def compared(stand: list[dict]) -> list[bytes]:
 
 
 def mutants(stand: list[dict]) -> list[bytes]:
-    """Writes its file itself, fault by fault; one that has been seen is planted again if it or its test has changed."""
+    """Runs the mutants' script, which writes its own file, fault by fault, and repeats faults that have changed."""
     subprocess.run([sys.executable, str(ROOT / "examples/tpu/results/mutants/run.py")], cwd=ROOT, check=True)
     return []
 
@@ -242,7 +241,7 @@ def as_json(found) -> bytes:
 def as_png(
     path: Path, changed: Callable[[Image.Image], Image.Image] = lambda picture: picture, made_of: str = ""
 ) -> bytes:
-    """A picture that says what it was made of; without more, of these sources."""
+    """Returns a PNG file that records its sources: `made_of`, or a digest of the present ones."""
     said, out = PngImagePlugin.PngInfo(), io.BytesIO()
     said.add_text("sources", made_of or planner.sources())
     with Image.open(path) as picture:
@@ -251,7 +250,7 @@ def as_png(
 
 
 def make(wanted: dict[str, Record], folder: Path = FOLDER) -> int:
-    """Makes these records; returns how many failed."""
+    """Makes these records and returns how many failed."""
     failed, stand = 0, standing(wanted, folder)
     for number, (name, record) in enumerate(wanted.items(), 1):
         print(f"{number} of {len(wanted)}, {name}: ", end="", flush=True)
@@ -275,7 +274,7 @@ def make(wanted: dict[str, Record], folder: Path = FOLDER) -> int:
 
 
 def make_tables(check: bool = False, root: Path = ROOT, folder: Path = FOLDER) -> list[Path]:
-    """The pages with a table that is not as its record has it; they are rewritten, unless `check`."""
+    """Returns the pages with tables that differ from their records, and rewrites them unless `check`."""
     different = []
     for page in pages(root):
         text = page.read_text()

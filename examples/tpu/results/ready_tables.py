@@ -1,4 +1,4 @@
-"""The tables of the page READY.md: what a start costs, and what is on the host between steps."""
+"""The tables of the page READY.md: the time of a start, and the host's time in a step."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def compiled(rows: list[dict]) -> list[str]:
 
 
 def until_first_step(rows: list[dict]) -> list[str]:
-    """Of the compiled run's model, with what is measured here of the shipped one's second process."""
+    """Returns the seconds until the first step of the large model, partly as measured on the shipped model's second process."""
     (row,) = rows
     second = json.loads((FOLDER / "ready.json").read_text())[1]
     plan = json.loads((FOLDER / "plan-wan2.1-t2v-14b-v6e-8.json").read_text())

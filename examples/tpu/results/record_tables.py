@@ -1,8 +1,8 @@
-"""The tables of the pages, each made of one record: between `<!-- table: NAME -->` and `<!-- end of table -->`.
+"""The tables of the pages, each made of one record, between `<!-- table: NAME -->` and `<!-- end of table -->`.
 
-    rewritten(page)     a page's text with its tables as the records have them
+    rewritten(page)     a page's text with its tables made from the records
 
-Seconds are a range where its ends are known: from our sum to that of a chip that waits more (`planner.timing`).
+Seconds are a range where both bounds are known (`planner.timing`).
 """
 
 import json
@@ -67,14 +67,18 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Table:
-    """`make`: of the rows of `record`, the lines of the table."""
+    """A table: `make` returns its lines from the rows of `record`."""
 
     record: str
     make: Callable[[list[dict]], list[str]]
 
 
 def rewritten(page: str, folder: Path = FOLDER) -> str:
-    """The text of a page with its tables made anew. Raises ValueError for a mark that is no table's, or without its other one."""
+    """Returns a page's text with new tables.
+
+    Raises:
+        ValueError: a mark without its pair, or of an unknown table.
+    """
     marks = MARK.findall(page)
     found = TABLE.findall(page)
     if len(marks) != 2 * len(found) or any(mark.startswith("<!-- end") != n % 2 for n, mark in enumerate(marks)):
@@ -83,7 +87,7 @@ def rewritten(page: str, folder: Path = FOLDER) -> str:
 
 
 def text_of(name: str, folder: Path = FOLDER) -> str:
-    """A table by its name. Raises ValueError for a name that is none."""
+    """Returns the text of a table. Raises ValueError for an unknown name."""
     if name not in TABLES:
         raise ValueError(f"expected a table among {', '.join(TABLES)}, got {name}")
     table = TABLES[name]
@@ -91,13 +95,13 @@ def text_of(name: str, folder: Path = FOLDER) -> str:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Every page of ours."""
+    """Returns the paths of all our pages."""
     folders = (root / "examples" / "tpu", root / "src" / "diffusers" / "tpu")
     return [root / "README_TPU.md", *sorted(page for folder in folders for page in folder.rglob("*.md"))]
 
 
 def _speed(rows: list[dict]) -> list[str]:
-    """Videos on the slices that people rent first, and what others measured; `_steps` has all."""
+    """Videos on the most common slices, with measurements of others; `_steps` has all rows."""
     found = {
         (row["model"], row["height"], row["topology"], row["way"]): row for row in rows if row["variant"] == "ours"
     }
@@ -132,7 +136,7 @@ def _steps(rows: list[dict]) -> list[str]:
 
 
 def _models(rows: list[dict]) -> list[str]:
-    """A row a model."""
+    """A row for each model, a column for each slice."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         ends = (1000 * row[name] for name in ("seconds_per_step", "slower") if row["fits"])
@@ -157,7 +161,7 @@ def _train(rows: list[dict]) -> list[str]:
 
 
 def _run(rows: list[dict]) -> list[str]:
-    """A row for each run whose heads are all bounded, and how long it is where all are online."""
+    """A row for each run with all heads bounded, and its seconds with all heads online."""
     head = (
         "model and size",
         "slice",
@@ -198,7 +202,7 @@ def _attention(rows: list[dict]) -> list[str]:
 
 
 def _gradients(rows: list[dict]) -> list[str]:
-    """Beside the floor: five products at the peak of the matrix units."""
+    """Bundles of the backward pass beside their lower bound: five matrix products at peak rate."""
     bundles = {(row["shape"], row["chip"], row["path"]): row["bundles_per_mtile"] for row in rows}
     chips = {row["chip"]: None for row in rows}
     lines = []
@@ -228,7 +232,7 @@ def _calibration(rows: list[dict]) -> list[str]:
 
 
 def _tokamax(rows: list[dict]) -> list[str]:
-    """A row for each batch and length, a column for each number and size of heads; and the medians of each."""
+    """A row for each batch and length, a column for each number and size of heads, and medians of both."""
     found: dict[str, dict[str, dict]] = {}
     for row in rows:
         if row["name"].startswith(tokamax_cases.NAMED):

@@ -1,11 +1,11 @@
-"""Many generations in one process: what the host and the chips hold after each.
+"""A soak test: memory of the host and the chips over many generations in one process.
 
-    python examples/tpu/results/soak.py [GENERATIONS]        prints one line of JSON; exit status 1 where something grows
-    python examples/tpu/results/soak.py SIZES any            the same, of a server that is asked for so many sizes, each once
+    python examples/tpu/results/soak.py [GENERATIONS]        prints one line of JSON; exit status 1 where memory grows
+    python examples/tpu/results/soak.py SIZES any            the same for so many sizes, each used once
 
-A tiny Wan on two simulated chips. Phases: the same call; sizes by turns; scales of a LoRA by turns; pipelines that are made, run
-and deleted. Of each phase: the host's own memory (RssAnon) and bytes of JAX's live arrays after the first generations, which compile and
-fill what is kept on purpose, and after the last ones. Of sizes asked for once, `PROGRAMS` of a model are kept.
+A tiny Wan runs on two simulated chips. Phases: the same call; alternating sizes; alternating scales of a LoRA; pipelines that are made, run
+and deleted. A phase compares the host's anonymous memory (RssAnon) and the bytes of JAX's live arrays after its first generations, which
+compile and fill caches, with those after its last. Of sizes used once, a model keeps `PROGRAMS` programs.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def installed(layers: int = 2, **settings):
 
 
 def held() -> tuple[float, int]:
-    """MiB of the host, bytes of the chips."""
+    """Returns the MiB held by the host and the bytes held by the chips."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status") as file:
@@ -51,7 +51,7 @@ def held() -> tuple[float, int]:
 
 
 def phase(count: int, generate, limit: float = LIMIT) -> dict:
-    """What is held after the warm part and at the end: means of some, as the allocator breathes."""
+    """Returns the memory after the warm part and at the end: means over several generations, as allocation varies."""
     warm, tenth = int(WARM * count), max(1, count // 20)
     first, last = [], []
     for number in range(count):
@@ -69,7 +69,7 @@ def phase(count: int, generate, limit: float = LIMIT) -> dict:
 
 
 def any_size(count: int) -> dict:
-    """Latents of sizes that are each asked for once."""
+    """Generates latents of `count` sizes, each once."""
     pipe = installed(1, programs=PROGRAMS)
 
     def run(number: int):

@@ -1,4 +1,4 @@
-"""What the tables have in common: names of models, sizes, seconds, and a table as Markdown has it."""
+"""Shared by the tables: names of models, sizes, seconds, and Markdown."""
 
 MODELS = {
     "wan2.1-t2v-14b": "Wan 2.1 14B",
@@ -22,7 +22,7 @@ SIZES = {(720, 1280): "720p", (480, 832): "480p", (480, 848): "480p"}
 
 
 def work_of(row: dict) -> str:
-    """The model and the size of its image or video."""
+    """Returns the model and the size of its image or video."""
     if "height" not in row:
         return MODELS[row["model"]]
     size = SIZES.get((row["height"], row["width"]), f"{row['height']} x {row['width']}")
@@ -35,7 +35,7 @@ def gib(row: dict) -> str:
 
 
 def span(seconds: float, slower: float | None = None) -> str:
-    """Seconds, up to those of a chip that waits more where they are known; in hundredths, from ten on in tenths, from a hundred in full."""
+    """Returns seconds, or the range up to `slower`, with two decimals below 10, one below 100, else none."""
     digits = 2 if seconds < 10 else 1 if seconds < 100 else 0
     return f"{seconds:.{digits}f}" + ("" if slower is None else f" to {slower:.{digits}f}")
 
@@ -45,6 +45,6 @@ def significant(seconds: float) -> str:
 
 
 def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A table in Markdown."""
+    """Returns the lines of a table in Markdown."""
     first, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, *rows))
     return [first, "|" + "---|" * len(head), *rest]

@@ -1,17 +1,16 @@
-"""Training at published size on an NVIDIA GPU: loops on the TPU path, by JAX on CUDA, beside upstream's own on CUDA.
+"""Training at published size on an NVIDIA GPU: loops on the TPU path, by JAX on CUDA, compared with upstream's on CUDA.
 
     python training_at_size.py OUT.jsonl [CASE ...] [--small]
-    python training_at_size.py OUT.jsonl --record      what OUT.jsonl says goes into training-at-size.json
+    python training_at_size.py OUT.jsonl --record      copies the results in OUT.jsonl to training-at-size.json
 
-A loop is that of upstream's scripts: the model's guess of noise, `clip_grad_norm_`, AdamW and a learning rate that changes, gradient
-checkpointing, in float32 without TF32. Weights are random and the same, the call is the one that the published pipeline makes, and each
-step draws its hidden states alike. Compared are the losses of all steps, and what the steps have changed of the weights: |x - o| / |o|,
-o: upstream's. Seconds are a step's, the median of the later half's; `host`: with gradients on the host, as torch's optimizers take them.
-`--small`: as `values_at_size.py`.
+A loop is that of upstream's scripts: a prediction of noise, `clip_grad_norm_`, AdamW with a schedule of learning rates, and gradient
+checkpointing, in float32 without TF32. Both sides have the same random weights, the call of the published pipeline, and the same random
+hidden states in each step. Errors are those of the losses of all steps and of the change of the weights: |x - o| / |o|, o: upstream's.
+Seconds are those of a step, the median of the second half. `host`: gradients are kept on the host, where torch's optimizers run.
+`--small`: as in `values_at_size.py`.
 """
 
 import functools
-import gc
 import json
 import os
 import statistics
@@ -29,7 +28,7 @@ ON_HOST = 8  # steps with gradients there
 
 @dataclass(frozen=True)
 class Training:
-    """`rank`: of adapters; 0: all weights are trained."""
+    """A training loop. `rank` is that of adapters; 0 trains all weights."""
 
     what: str
     case: Case
@@ -50,7 +49,7 @@ CASES = {
 
 
 def run(name: str, case: Training, out: Path, small: bool):
-    """Append to `out` what is found, a line of JSON for each stage."""
+    """Appends a line of JSON to `out` for each stage."""
     os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # upstream's torch, till it is done
     import torch
 
@@ -74,12 +73,8 @@ def run(name: str, case: Training, out: Path, small: bool):
     losses, seconds = loop(steps)
     changes = {name: p.detach().cpu() - first[name] for name, p in trained.items()}
     say(stage="upstream", losses=losses, seconds=seconds)
-    model.to("cpu").zero_grad()
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-
-    _enter_path(on_gpu)
+    model.zero_grad()
+    _enter_path(model, on_gpu)
     from diffusers import tpu
     from diffusers.tpu import idioms
     from diffusers.tpu.compile import gradients
@@ -115,7 +110,7 @@ def _made_trainable(model, rank: int):
 
 
 def _loop(model, training: Training, args, kwargs, narrow: list, steps: int) -> tuple[list[float], float]:
-    """Losses of all steps, and the median of the later half's seconds."""
+    """Returns the losses of all steps, and the median seconds of a step in the second half."""
     import torch
 
     asked = [p for p in model.parameters() if p.requires_grad]
@@ -141,7 +136,7 @@ def _loop(model, training: Training, args, kwargs, narrow: list, steps: int) -> 
 
 
 def record(out: Path):
-    """Put what the file says into the record, without the losses; of cases with `--small` nothing."""
+    """Copies the results in `out` to the record, without losses and without cases of `--small`."""
     kept = json.loads(RECORD.read_text()) if RECORD.exists() else {"rows": []}
     rows = {row["case"]: row for row in kept["rows"]}
     for said in map(json.loads, out.read_text().splitlines()):

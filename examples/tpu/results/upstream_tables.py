@@ -1,4 +1,4 @@
-"""The tables of upstream.json, which examples/tpu/results/upstream/run.py makes: upstream's own tests with the TPU path on."""
+"""The tables of upstream.json, which examples/tpu/results/upstream/run.py writes: upstream's own tests with the TPU path on."""
 
 import re
 
@@ -13,18 +13,18 @@ REASONS = {  # what a lost test ended in, or its name: the class of it
 
 
 def reason(name: str, end: str) -> str | None:
-    """Why a test has no place here; None: it should pass."""
+    """Returns why a test is not expected to pass, None if it should."""
     return next((why for pattern, why in REASONS.items() if re.search(pattern, f"{name}: {end}")), None)
 
 
 def room(file: str) -> str:
-    """A row's name: `pipelines`, `schedulers`, or a kind of models."""
+    """Returns the name of a file's row: `pipelines`, `schedulers`, or a kind of models."""
     first, second, *_ = file.split("/")
     return f"{first}/{second}" if first == "models" else first
 
 
 def counts(record: dict) -> list[str]:
-    """A row for each kind of upstream's tests."""
+    """Returns a table with a row for each kind of upstream's tests."""
     rows = {}
     for file, found in record.items():
         reasons = [reason(name, end) for name, end in found["lost"].items()]
@@ -38,7 +38,7 @@ def counts(record: dict) -> list[str]:
 
 
 def lost(record: dict) -> list[str]:
-    """Every test that is lost, but for those of training."""
+    """Returns a table of every lost test, without those of training."""
     rows = []
     for file, found in record.items():
         for name, end in found["lost"].items():

@@ -1,4 +1,4 @@
-"""How far values of `values_at_size.py` lie from the oracle's, and how far they may: its page says what is counted."""
+"""Errors of `values_at_size.py` and their limits, as defined in its docstring."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ INPUT = "input "  # begins the name of an input's gradient
 
 
 def compared(values, oracle) -> dict:
-    """The largest error; of gradients also whose it is, the median of those that are no noise, and how many are."""
+    """Returns the largest error; for gradients also its name, the median error without noise, and the number that count as noise."""
     if isinstance(oracle, dict):
         return _compared_gradients(values, oracle)
     assert [v.shape for v in values] == [o.shape for o in oracle]
@@ -37,14 +37,14 @@ def _compared_gradients(values: dict, oracle: dict) -> dict:
 
 
 def limits(dtype: str, own: dict) -> dict:
-    """What the figures of `compared` may be at most, by name. `own`: upstream's in this dtype."""
+    """Returns upper limits of the figures of `compared`, by name. `own`: upstream's figures in this dtype."""
     if dtype == "float32":
         return {"error": FLOAT32_LIMIT}
     return {name: max(BFLOAT16_FACTOR * own[name], BFLOAT16_LIMIT) for name in ("error", "median") if name in own}
 
 
 def _size(t) -> float:
-    """The root mean square of a tensor's elements."""
+    """Returns the root mean square of a tensor's elements."""
     import torch
 
     return torch.linalg.vector_norm(t, dtype=torch.float64).item() / t.numel() ** 0.5
@@ -55,7 +55,7 @@ def _is_input(name: str) -> bool:
 
 
 def spread(values) -> dict:
-    """Shapes and standard deviations; of gradients, how many they are, and the root mean square of all their elements."""
+    """Returns shapes and standard deviations; for gradients their number and the root mean square of all elements."""
     if isinstance(values, dict):
         squares = sum(_size(v) ** 2 * v.numel() for v in values.values()) / sum(v.numel() for v in values.values())
         return {"gradients": len(values), "std": [float(f"{squares**0.5:.4g}")]}

@@ -1,4 +1,4 @@
-"""One case of `values_at_size.py`, in a process of its own: upstream in torch, then the same module on the TPU path."""
+"""Runs one case of `values_at_size.py` in its own process: upstream in torch, then the same module on the TPU path."""
 
 import argparse
 import functools
@@ -29,8 +29,12 @@ TRUE_FLOAT32 = {"matmul_precision": "highest", "convolution_precision": "highest
 def main(
     script: str, doc: str, cases: dict, run: Callable, record: Callable, kept: Path, seconds: float
 ) -> str | None:
-    """The command of a script: cases by name, each by `run(name, case, out, small)` in a process of its own, of at most so many seconds, or
-    `record(out)`, into the file `kept`. What is to be said at the end."""
+    """The command line of a script; returns its message at exit, None for success.
+
+    Args:
+        cases: by name; each runs as `run(name, case, out, small)` in its own process, for at most `seconds`.
+        record: copies the results in a file to `kept`.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(cases))
@@ -55,8 +59,12 @@ def main(
 
 @dataclass(frozen=True)
 class Case:
-    """One model's call. `small`: its configuration where all is to be small. `what`: its name in a new row of the record, where that is of
-    gradients without saying so."""
+    """One call of a model's component.
+
+    Attributes:
+        small: changes of the configuration for `--small`.
+        what: a name for the record; the case's own if it is empty.
+    """
 
     model: str
     component: str
@@ -73,7 +81,7 @@ class Case:
 
 
 def run(name: str, case: Case, out: Path, small: bool):
-    """Append to `out` what is found, a line of JSON for each stage."""
+    """Appends a line of JSON to `out` for each stage."""
     os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # upstream's torch, till it is done
     import torch
 
@@ -107,12 +115,7 @@ def run(name: str, case: Case, out: Path, small: bool):
         upstream["bfloat16"] = compared(own, oracle)
         say(stage="upstream", dtype="bfloat16", seconds=seconds, **upstream["bfloat16"])
         del own
-    module.to("cpu")
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-
-    _enter_path(on_gpu)
+    _enter_path(module, on_gpu)
     from diffusers import tpu
     from diffusers.tpu.kernels.attention import api
 
@@ -144,7 +147,7 @@ def run(name: str, case: Case, out: Path, small: bool):
 
 
 def _recorded(case: Case, device: str, small: bool):
-    """(the pipeline, the component's first call in it with the dtypes that it has in bfloat16, the component, random, on the device)."""
+    """Returns (pipeline, args, kwargs, dtypes of their leaves in bfloat16, component); the component is random and on the device."""
     import torch
     from accelerate import init_empty_weights
 
@@ -169,7 +172,7 @@ def _recorded(case: Case, device: str, small: bool):
 
 
 def _arguments(case: Case, small: bool) -> bytes:
-    """Saved by torch: the arguments of the component's first call, by place and by name, and their leaves' dtypes in bfloat16."""
+    """Returns what `torch.save` writes of the args and kwargs of the component's first call, and their leaves' dtypes in bfloat16."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -204,7 +207,7 @@ def _arguments(case: Case, small: bool) -> bytes:
 
 
 def _fill(module):
-    """Every weight random: matrices keep a vector's size, norms are near one, biases near zero; all are numbers of bfloat16's."""
+    """Fills weights with random values exact in bfloat16: matrices preserve norms, weights of norms are near one, biases near zero."""
     import torch
 
     of_norms = (m for m in module.modules() if "norm" in type(m).__name__.lower())
@@ -220,7 +223,7 @@ def _fill(module):
 
 
 def _drawn(given, name: str, gradients: bool):
-    """The arguments, those named in `DRAWN` random, and asking for gradients if these are compared."""
+    """Returns the arguments; those named in `DRAWN` are random, and require gradients if `gradients`."""
     import torch
 
     if isinstance(given, dict):
@@ -236,7 +239,7 @@ def _drawn(given, name: str, gradients: bool):
 
 
 def _cast(module, dtype):
-    """As `from_pretrained` casts."""
+    """Casts a module as `from_pretrained` does."""
     import torch
 
     from diffusers.tpu.planner.building import cast_module
@@ -251,7 +254,7 @@ def _cast(module, dtype):
 
 
 def _call(module, entry: str, args, kwargs, narrow: list, dtype):
-    """The output's tensors in float32, on the host. `narrow`: the dtype of each leaf of the arguments in a run in bfloat16."""
+    """Returns the output's tensors in float32 on the host. `narrow`: the dtype of each leaf of the arguments in bfloat16."""
     import torch
 
     args, kwargs = _placed((args, kwargs), next(module.parameters()).device, narrow, dtype)
@@ -260,9 +263,9 @@ def _call(module, entry: str, args, kwargs, narrow: list, dtype):
 
 
 def _gradients(module, entry: str, args, kwargs, narrow: list, clamped: bool, dtype) -> dict:
-    """By name, in float32, on the host: gradients of the inputs that ask for one, and of every weight. Arguments are those of `_call`.
+    """Returns by name the gradients of inputs that require one and of all weights, in float32 on the host. Arguments: see `_call`.
 
-    Of a clamped element at its limit a rounding decides whether there is a gradient: the nearer one is, the smaller its factor.
+    A rounding decides whether a clamped element at its limit has a gradient, so factors of elements fall to zero towards the limits.
     """
     import torch
     from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -284,7 +287,7 @@ def _gradients(module, entry: str, args, kwargs, narrow: list, clamped: bool, dt
 
 
 def _placed(given, device, narrow: list, dtype):
-    """The arguments on the device, in the dtypes of a run in `dtype`; what asks for gradients does so there."""
+    """Returns the arguments on the device in the dtypes of a run in `dtype`; `requires_grad` is kept."""
     import torch
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -297,7 +300,7 @@ def _placed(given, device, narrow: list, dtype):
 
 
 def _floating(output) -> list:
-    """The tensors of an output that are floating."""
+    """Returns the floating tensors of an output."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -305,7 +308,7 @@ def _floating(output) -> list:
 
 
 def _loop(pipe, case: Case, small: bool, dtype):
-    """The latents after a few steps, and guidance; noise of the host's generator."""
+    """Returns the latents after a few steps with guidance, from noise of the host's generator."""
     import torch
 
     from diffusers.tpu.planner import building
@@ -330,7 +333,7 @@ def _loop(pipe, case: Case, small: bool, dtype):
 
 
 def _timed(work, dtype, repeat: bool):
-    """(output, seconds): of a second run where it is repeated."""
+    """Returns the output and seconds, of a second run if `repeat`."""
     for _ in range(1 + repeat):
         began = time.perf_counter()
         output = work(dtype)
@@ -338,8 +341,14 @@ def _timed(work, dtype, repeat: bool):
     return output, seconds
 
 
-def _enter_path(on_gpu: bool):
-    """Our path from here on; on one CUDA device in place of simulated chips."""
+def _enter_path(module, on_gpu: bool):
+    """Moves the module to the host and turns the TPU path on, with one CUDA device in place of simulated chips if `on_gpu`."""
+    import torch
+
+    module.to("cpu")
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
     os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_DEVICES"] = "cpu", "1"
     if not on_gpu:
         return
@@ -384,7 +393,7 @@ def _shapes(given) -> list:
 
 
 def _where() -> dict:
-    """JAX's device that computed, and what JAX held of its memory at most."""
+    """Returns JAX's device and its peak memory."""
     import jax
 
     device = jax.devices()[0]

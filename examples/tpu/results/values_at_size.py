@@ -1,23 +1,24 @@
-"""Models of published size on an NVIDIA GPU: what the TPU path computes, by JAX on CUDA, beside upstream's own on CUDA.
+"""Models of published size on an NVIDIA GPU: outputs of the TPU path, by JAX on CUDA, compared with upstream's on CUDA.
 
     python values_at_size.py OUT.jsonl [CASE ...] [--small]
-    python values_at_size.py OUT.jsonl --record      what OUT.jsonl says goes into values-at-size.json
+    python values_at_size.py OUT.jsonl --record      copies the results in OUT.jsonl to values-at-size.json
 
-Same weights, same inputs, one card. Weights are random; they and the inputs are numbers that bfloat16 has, so that the error of a run in
-bfloat16 is of its arithmetic alone. The call is the one that the published pipeline makes (`diffusers.tpu.planner`), its hidden states random.
+Weights, inputs and card are the same. Weights are random; they and the inputs are exact in bfloat16, so that a run in bfloat16 has the
+error of its arithmetic alone. The call is that of the published pipeline (`diffusers.tpu.planner`), with random hidden states.
 
     error(x) = |x - o| / |o|, the largest over the output tensors;  o: upstream in float32, products in float32 (no TF32)
 
-Cases of gradients go back from the sum of an output's elements, each by a fixed random factor (of clamped elements one that is zero at the
-limits, where a rounding decides whether there is a gradient), over the root of how many there are, in evaluation mode, with upstream's gradient checkpointing where the model has it. Compared are the gradients of every weight and of every random
-input, and the error is the largest of any. A gradient whose root mean square in o is below 1e-3 of the largest one's, among weights or among
-inputs, counts as noise (those of keys' biases are differences of almost equal numbers): its error is |x - o| over the norm of a tensor of
-that root mean square. One that either side does not have counts as zeros.
+The loss of a case of gradients is the sum of an output's n elements, each times a fixed random factor, divided by sqrt(n). Factors of
+clamped elements are zero at the limits, where a rounding decides whether there is a gradient. Models are in evaluation mode, with upstream's
+gradient checkpointing where they have it. The error is the largest of the gradients of every weight and every random input. A gradient whose
+root mean square in o is below 1e-3 of the largest one's, among weights or among inputs, counts as noise (those of keys' biases are
+differences of almost equal numbers): its error is |x - o| over the norm of a tensor of that root mean square. A missing gradient counts as
+zeros.
 
-Limits: 1e-4 in float32; in bfloat16 1.1 times upstream's own error, or 1e-2, of gradients for the median of the errors too (JAX's CPU backend
-misses both where it rounds each partial sum of a gradient of a broadcast). Kernels for TPUs run in Pallas's interpret mode, in the cases
-whose configuration asks for them; elsewhere attention is `kernels/attention/reference.py`. `--small`: few layers, small pictures, on JAX's
-CPU backend where there is no GPU, to try this script.
+Limits: 1e-4 in float32; in bfloat16 1.1 times upstream's own error, or 1e-2, for gradients also of the median error (JAX's CPU backend is
+above both where it rounds each partial sum of a gradient of a broadcast). TPU kernels run in Pallas's interpret mode in the cases whose
+configuration selects them; in others attention is `kernels/attention/reference.py`. `--small`: few layers and small pictures, on JAX's CPU
+backend where there is no GPU, to test this script.
 """
 
 import json
@@ -83,7 +84,7 @@ CASES = {
 
 
 def record(out: Path) -> str | None:
-    """Put what the file says of each case and dtype into the record; of cases with `--small` nothing. What is not ok is left out, and returned."""
+    """Copies the results of each case and dtype to the record, without cases of `--small`; leaves out and returns those above their limit."""
     kept, failed = json.loads(RECORD.read_text()), []
     rows = {row["case"]: row for row in kept["rows"]}
     for said in map(json.loads, out.read_text().splitlines()):

@@ -1,4 +1,4 @@
-"""`diffusers-tpu compare --component`: its tables, and what they come to."""
+"""`diffusers-tpu compare --component`: prints its tables and their summary."""
 
 import json
 import math
@@ -22,7 +22,7 @@ NARROW = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
 
 
 def run(options, target, call: dict, seed: int) -> int:
-    """The command; exit status 1 if a submodule differs too much, or makes what is not finite."""
+    """Runs the command; returns exit status 1 if a submodule is above its limit or returns NaN or infinities."""
 
     def form(kind: str, dtype: str | None, mesh: str | None, attention: str | None):
         mesh = session.mesh_of(mesh, target) or (1, 1, 1)
@@ -46,7 +46,7 @@ def run(options, target, call: dict, seed: int) -> int:
 
 
 def show(comparison, options):
-    """The tables of one comparison, and what they come to."""
+    """Prints the tables of one comparison and their summary."""
     depth = DEPTH if options.depth is None else options.depth
     shown = [row for row in comparison.rows if not row.ok or (row.name.count(".") < depth)]
     Console().print(_errors(comparison, shown))

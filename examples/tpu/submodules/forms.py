@@ -1,8 +1,8 @@
-"""The forms that a component runs in, and what its submodules take and give in each: `run_form`.
+"""The forms in which a component runs, and the inputs and outputs of its submodules in each: `run_form`.
 
-"upstream" is its own module on the host; "torchax" its module traced block by block; "scanned" the same with equal blocks as one scanned
-block, which a pipeline on the TPU path runs; "nnx" its form in plain JAX (`plans.flax_class`), if it has one. A traced form is the
-program that a run compiles, what its submodules take and give beside its outputs (`intermediates`).
+"upstream" is upstream's module on the host; "torchax" the same module traced block by block; "scanned" the same with equal blocks as one
+scan, as a pipeline on the TPU path runs it; "nnx" the module in plain JAX (`plans.flax_class`), where there is one. A traced form is the
+program that a run compiles, with inputs and outputs of submodules as further outputs (`intermediates`).
 """
 
 import copy
@@ -38,9 +38,10 @@ KINDS = ("upstream", "torchax", "scanned", "nnx")
 
 @dataclass(frozen=True)
 class Form:
-    """One way to run a component. `mesh` and `attention` are as of `TPUConfig`.
+    """One way to run a component. `mesh` and `attention` are those of `TPUConfig`.
 
-    Raises ValueError for a kind that is none of `KINDS`, or that has no mesh, or no attention to choose.
+    Raises:
+        ValueError: a kind that is not among `KINDS`, or a mesh or attention for a kind that takes none.
     """
 
     kind: str
@@ -68,17 +69,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that a submodule took or gave."""
+    """One input or output tensor of a submodule."""
 
     array: np.ndarray  # of float32 or wider
-    by_chip: bool = False  # each chip computed its own: [chips, ...]
-    spec: str = ""  # how it lay in the program
-    chips: int = 0  # on how many; upstream's on none
+    by_chip: bool = False  # a part for each chip: [chips, ...]
+    spec: str = ""  # its sharding in the program
+    chips: int = 0  # how many hold it; 0 for upstream's
 
 
 @dataclass
 class ModuleCall:
-    """One call of a submodule: its floating tensors, by their number among the call's and the output's."""
+    """One call of a submodule: floating tensors of its arguments and of its output, by number."""
 
     name: str
     given: dict[int, Value] = field(default_factory=dict)
@@ -87,15 +88,15 @@ class ModuleCall:
 
 @dataclass
 class Captured:
-    """Every call of every submodule of a component, which has no name itself."""
+    """Every call of every submodule of a component; the component's own name is empty."""
 
-    calls: list[ModuleCall]  # upstream's in the order in which they ended, a program's in that of their calls
-    lost: set[str]  # names of those that were called where no output of the program can come from
+    calls: list[ModuleCall]  # in the order in which upstream's return, or a program's begin
+    lost: set[str]  # names of submodules called in branches or `while` loops, whose values cannot be outputs
     module: torch.nn.Module  # the component
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[ModuleCall]]:
-        """The calls of each submodule."""
+        """The calls by submodule."""
         found = defaultdict(list)
         for call in self.calls:
             found[call.name].append(call)
@@ -103,11 +104,11 @@ class Captured:
 
 
 def run_form(module: torch.nn.Module, form: Form, call: Call) -> Captured:
-    """What every submodule takes and gives in a call of `module`, which is left as it is.
+    """Returns inputs and outputs of every submodule in a call of `module`, which is not changed.
 
     Args:
-        module: upstream's, with the weights to run with, not on the TPU path.
-        call: of one of its entries, as a pipeline of the form's dtype makes it; for float32 what is narrower is widened.
+        module: upstream's module with its weights, not on the TPU path.
+        call: of one of its entries, as in a pipeline of the form's dtype; for float32, narrower tensors are widened.
 
     Raises:
         ValueError: a component that does not have this form.
@@ -178,7 +179,7 @@ def _run_traced(module: torch.nn.Module, form: Form, call: Call) -> Captured:
 
 
 def _computed(program, arguments: list, options: dict | None) -> Intermediates:
-    """Of a traced program, the values computed."""
+    """Compiles and runs a traced program; returns its outputs and marked values."""
     kept = []
 
     def run(*arguments):
@@ -190,7 +191,7 @@ def _computed(program, arguments: list, options: dict | None) -> Intermediates:
 
 
 def _sorted_out(found: Intermediates, groups: list[Group], module: torch.nn.Module) -> Captured:
-    """Each value of a loop by itself: a scanned block's by the block's number, any other's as one call after another."""
+    """Splits stacked values of loops: a scanned block's by the block's number, others into consecutive calls."""
     first = {}
     for place in found.places:
         for axis in place.axes:
@@ -213,7 +214,7 @@ def _sorted_out(found: Intermediates, groups: list[Group], module: torch.nn.Modu
 
 
 def _name(place: Place, steps: tuple, loops: list[Axis], groups: list[Group]) -> str:
-    """The name of the submodule, of a scanned block with that block's number."""
+    """Returns the submodule's name, with the block's number where it is in a scanned block."""
     tag = place.tag
     if tag.blocks is None:
         return tag.name
@@ -224,7 +225,7 @@ def _name(place: Place, steps: tuple, loops: list[Axis], groups: list[Group]) ->
 
 
 def _spec(value: jax.Array, stacked: int) -> str:
-    """How a value of the program lies on its chips, of the axes behind those that were put in front of it."""
+    """Returns the value's PartitionSpec in words, without its first `stacked` axes."""
     spec = getattr(value.sharding, "spec", None)
     if spec is None:
         return str(value.sharding)

@@ -1,7 +1,7 @@
-"""Marked values as outputs of their program: what `marks.capture` marked in a trace, the program gives beside its outputs.
+"""Marked values as outputs of their program: the values that `marks.capture` marked become further outputs.
 
-The trace is evaluated operation by operation. Marked values of a loop over a known length are stacked, [steps, ...]; those of a part that
-each chip computes for itself by chip, [chips, ...]. Those of a branch, or of a loop whose length is a value, are `lost`.
+The trace is evaluated operation by operation. Marked values in a `scan` are stacked, [steps, ...]; those in a `shard_map` are stacked by
+chip, [chips, ...]. Those in a branch or a `while` loop cannot be outputs; they are `lost`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2",
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """An axis in front of a marked value's own: the steps of one loop, or the chips."""
+    """A leading axis of a stacked value: the steps of one loop, or the chips."""
 
     size: int
     of_chips: bool = False
@@ -28,7 +28,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a marked value stood: the axes in front of its own, outermost first."""
+    """A marked value's tag and its leading axes, outermost first."""
 
     tag: Tag
     axes: tuple[Axis, ...] = ()
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass
 class Intermediates:
-    """Of one evaluation of a program: its own outputs; places and values of what was marked; tags of what no output can be."""
+    """One evaluation of a program: its outputs, the places and values of marked values, and the tags of those that are lost."""
 
     outputs: list = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
@@ -44,16 +44,17 @@ class Intermediates:
     lost: list[Tag] = field(default_factory=list)
 
     def take(self, part: "Intermediates", values: list, *axes: Axis):
-        """What was marked in a part of the program; `values`: as they come out of it, behind these axes."""
+        """Adds what was marked in a part of the program; `values` are the part's marked values with these leading axes."""
         self.places += [replace(place, axes=(*axes, *place.axes)) for place in part.places]
         self.values += values
         self.lost += part.lost
 
 
 def with_intermediates(program: ClosedJaxpr | Jaxpr, arguments: Sequence) -> Intermediates:
-    """The program's outputs and marked values for these flat arguments; no mark is left in what is traced meanwhile.
+    """Returns the program's outputs and marked values for these flat arguments; a trace of this function has no marks.
 
-    Raises NotImplementedError for a mark inside of an operation that is not known.
+    Raises:
+        NotImplementedError: a mark inside of an operation that is not among `PARTS`.
     """
     found, known, jaxpr = Intermediates(), {}, getattr(program, "jaxpr", program)
     known.update(zip(jaxpr.constvars, getattr(program, "consts", ())))
@@ -128,7 +129,7 @@ def _by_chip(params: dict, values: list, found: Intermediates) -> list:
 
 
 def _unseen(program: ClosedJaxpr, found: Intermediates) -> Callable:
-    """The program as a function; what is marked in it is lost."""
+    """Returns the program as a function; values marked in it are lost."""
 
     def run(*values):
         part = with_intermediates(program, values)

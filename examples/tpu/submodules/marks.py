@@ -1,7 +1,7 @@
-"""What submodules take and give while a module is traced, as marks in its program: `capture` says that a value is one of them.
+"""Marks of submodules' inputs and outputs in a traced program, made by `capture`.
 
-A mark is an operation without results that no pass removes, in a scanned block too. A program with marks is not compiled
-as it is: `intermediates` makes each an output of the program. Without `capturing` around a trace there are none.
+A mark is an operation without results that no pass removes, also in a scanned block. A program with marks cannot be compiled:
+`intermediates` turns each mark into an output. Only a trace inside of `capturing` has marks.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from diffusers.tpu.compile.tracing.scopes import watching
 
 @dataclass(frozen=True)
 class Tag:
-    """Of which value a mark is: of the module `name` in upstream's model, empty for the model itself.
+    """Identifies a marked value of the submodule `name` of upstream's model; the model's own name is empty.
 
     Attributes:
-        given: whether the module gave it, else it was an argument.
-        leaf: its number among the floating tensors of the call, or of its output.
-        call: the calls of one trace in order.
-        blocks: first of the blocks for all of which one was traced, and behind the last; None: not in a scanned block.
+        given: whether it is of the module's output, else of its arguments.
+        leaf: its number among the floating tensors of the arguments or of the output.
+        call: number of the call in the trace.
+        blocks: range (start, stop) of the blocks that are scanned as one; None outside of a scan.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Tag:
 
 
 class Marked(effects.Effect):
-    """What keeps a mark in its program."""
+    """The effect that keeps a mark from being removed."""
 
 
 _MARKED = Marked()
@@ -61,13 +61,13 @@ batching.primitive_batchers[capture_p] = _batched
 
 
 def capture(value: jax.Array, tag: Tag):
-    """Mark a value of the trace that is open, if it is of floating numbers."""
+    """Marks a floating value of the open trace; others are not marked."""
     if jnp.issubdtype(value.dtype, jnp.floating):
         capture_p.bind(value, tag=tag)
 
 
 def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.AbstractContextManager:
-    """While this is open, what the model's submodules take and give in a trace is marked."""
+    """A context in which traces mark the inputs and outputs of the model's submodules."""
     names = {id(module): name for name, module in model.named_modules()}
     deferring = {f"{g.path}.{index}" for g in groups for index in range(g.start, g.stop)}
 
@@ -87,6 +87,6 @@ def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abstrac
 
 
 def _arrays(values) -> list[jax.Array | None]:
-    """Of the floating tensors among the leaves; None for one whose value waits: to ask for it would end a run of blocks."""
+    """Returns arrays of the floating tensors; None for a deferred one, since reading it would end a scan of blocks."""
     tensors = (t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_floating_point())
     return [t.jax() if isinstance(t, Tensor) and not (isinstance(t, Deferred) and t.waits) else None for t in tensors]

@@ -1,7 +1,8 @@
-"""Two forms' values of one tensor in one layout, and how far apart they are.
+"""Brings two forms' values of one tensor to one layout and computes their error.
 
-Shapes tell layouts: channels last or first, frames in the batch or on an axis, one chip's part of a map or the whole, all frames at once or
-in chunks. Along one axis a form may have more than the oracle (frames before the first, padding); of several layouts the nearest counts.
+The layout is found from shapes: channels last or first, frames in the batch or on an axis, a chip's part of a map or the whole, all frames
+at once or in chunks. A form may be longer than the oracle along an axis (frames before the first, padding). Where several layouts fit, the
+one with the smallest error counts.
 """
 
 import itertools
@@ -13,13 +14,13 @@ import numpy as np
 from .forms import Value
 
 
-NEAR = 1e-4  # an error at which a layout is the right one
-EDGES = (0, 1, 2)  # columns that a chip's part of a map has in common with the next one's
+NEAR = 1e-4  # below this error no other layout is tried
+EDGES = (0, 1, 2)  # columns by which parts of neighbouring chips overlap
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor x is from the oracle's o."""
+    """The distance of a tensor x from the oracle's o."""
 
     mean: float  # of |x - o|, as `maximum`
     maximum: float
@@ -29,9 +30,9 @@ class Error:
 
 
 def error_of(values: list[Value], oracle: Value) -> tuple[Error, bool] | None:
-    """The error of a value, or of one that is there in pieces, in the layout that fits the oracle's; None where none does.
+    """Returns the error of a value, or of one in several pieces, in the layout of the oracle's; None where no layout fits.
 
-    With it whether its shape alone told the layout; else something of it was cut off.
+    The second item is False where a part of the value was cut off to fit.
     """
     o, nearest = oracle.array.astype(np.float64), None
     for x, sure in arranged(values, o.shape):
@@ -44,7 +45,7 @@ def error_of(values: list[Value], oracle: Value) -> tuple[Error, bool] | None:
 
 
 def measured(x: np.ndarray, o: np.ndarray) -> Error:
-    """The error of float64 arrays of one shape."""
+    """Returns the error between float64 arrays of one shape."""
     if not x.size:
         return Error(0.0, 0.0, 0.0, 0.0, 1.0)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -57,9 +58,9 @@ def measured(x: np.ndarray, o: np.ndarray) -> Error:
 
 
 def arranged(values: list[Value], shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, bool]]:
-    """(The value in a layout in which it has this shape, whether nothing was cut off) for every one.
+    """Yields the value in each layout that has this shape, and whether nothing was cut off.
 
-    Several pieces follow each other along some axis.
+    Several pieces are concatenated along some axis.
     """
     cuts = 2 if any(value.by_chip for value in values) else 1
     for whole, sure in _joined(values):
@@ -75,14 +76,14 @@ def arranged(values: list[Value], shape: tuple[int, ...]) -> Iterator[tuple[np.n
 
 
 def _cut(x: np.ndarray, axes: list[int], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """The first and the last part of each of these axes."""
+    """Yields `x` cut to this shape, from either end of each of these axes."""
     for starts in itertools.product(*((0, x.shape[axis] - shape[axis]) for axis in axes)):
         first = dict(zip(axes, starts))
         yield x[tuple(slice(first.get(axis, 0), first.get(axis, 0) + size) for axis, size in enumerate(shape))]
 
 
 def _joined(values: list[Value]) -> Iterator[tuple[np.ndarray, bool]]:
-    """Pieces one behind the other along some axis, as they came or the other way round (text before latents)."""
+    """Yields the pieces concatenated along each axis that allows it, in order and in reverse order (text before latents)."""
     for found in zip(*map(_wholes, values)):
         pieces, sure = [x for x, _ in found], all(sure for _, sure in found)
         if len(pieces) == 1:
@@ -95,7 +96,7 @@ def _joined(values: list[Value]) -> Iterator[tuple[np.ndarray, bool]]:
 
 
 def _wholes(value: Value) -> Iterator[tuple[np.ndarray, bool]]:
-    """A chip's part [chips, ...] as the same on all, or as parts side by side along some axis, with their neighbours' edges or not."""
+    """Yields the whole of a value [chips, ...]: the first chip's, or all parts concatenated along an axis, overlapping by `EDGES`."""
     x = value.array
     if not value.by_chip:
         yield x, True

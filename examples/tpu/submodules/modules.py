@@ -1,8 +1,9 @@
-"""One component in two forms on the same input, submodule by submodule: the first whose error is above its limit by itself.
+"""Compares one component in two forms on the same input, submodule by submodule, and finds the first that is above its limit.
 
     limit = max(rung x widening, 16 x the error of its inputs, 1.25 x upstream's own error in this dtype)
 
-Rungs and grades: a guide to moving a VAE from PyTorch to JAX (CogVideoX, 2025), of errors relative to the oracle's mean magnitude.
+Rungs and grades are those of a guide to moving a VAE from PyTorch to JAX (CogVideoX, 2025), for errors relative to the oracle's mean
+magnitude.
 """
 
 import math
@@ -29,36 +30,37 @@ LADDER = (  # the guide's grades of an error
     (1e-1, "attention"),
     (math.inf, "severe"),
 )
-NO_EFFECT = 1e-3  # of an error, where what the submodule is part of has less
+# A submodule is not the oracle's if the error of a module around it is below this share of its own.
+NO_EFFECT = 1e-3
 # The guide's thresholds: of a convolution, of a norm (here also of a function), of a residual block.
 LAYER, NORM, BLOCK = 1e-6, 1e-5, 1e-4
-GROWTH = 16.0  # of an error in one submodule that does nothing wrong; the guide measured 14, in a group norm
+GROWTH = 16.0  # of an error in one correct submodule; the guide measured 14, in a group norm
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One submodule, the worst of its calls."""
+    """One submodule, at the call that is nearest to its limit or furthest above it."""
 
     name: str  # in upstream's component, empty for the component itself
     kind: str  # its class
     calls: int
-    error: Error  # of what it gave
-    inherited: float | None  # the largest error of what it took; None where none of that could be compared
+    error: Error  # of its outputs
+    inherited: float | None  # the largest error of its inputs; None where no input could be compared
     own: float | None  # upstream's error in the dtype compared; None in the oracle's dtype
     limit: float  # of `error.relative`
-    shape: tuple[int, ...]  # of what it gave first, in the form compared, as `spec` and `chips`
+    shape: tuple[int, ...]  # of its first output in the form compared, as are `spec` and `chips`
     spec: str
     chips: int
-    finite: bool  # whether all of what it gave is
+    finite: bool  # whether all its outputs are
 
     @property
     def ok(self) -> bool:
-        """NaN is not."""
+        """Whether the error is within the limit; NaN is not."""
         return self.error.relative <= self.limit
 
     @property
     def growth(self) -> float | None:
-        """Its error by the largest of its inputs'; None where those have none."""
+        """The error divided by the largest error of the inputs; None where they have none."""
         return self.error.relative / self.inherited if self.inherited else None
 
     @property
@@ -68,7 +70,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every submodule that both forms compute, in the order of the oracle's."""
+    """The comparison of every submodule that both forms compute, in the oracle's order."""
 
     component: str
     entry: str
@@ -76,21 +78,21 @@ class Comparison:
     against: str
     rows: list[ModuleRow]
     left_out: dict[str, str]  # submodules that the oracle computes and the form does not show, and why
-    first: str | None  # that parts by itself; None: none does
-    not_finite: str | None  # the first that gives NaN or an infinity, and took none; None: none does
+    first: str | None  # submodule above its limit, None if there is none
+    not_finite: str | None  # first submodule with NaN or infinities in its output alone, None if there is none
 
     @property
     def ok(self) -> bool:
         return self.first is None and self.not_finite is None and bool(self.rows)
 
     def as_dict(self) -> dict:
-        """For JSON."""
+        """Returns the comparison as JSON holds it."""
         rows = [{**asdict(row), "growth": row.growth, "grade": row.grade, "ok": row.ok} for row in self.rows]
         return {**asdict(self), "rows": rows, "ok": self.ok}
 
 
 def graded(error: float) -> str:
-    """The guide's word for an error; NaN is severe."""
+    """Returns the guide's grade of an error; NaN is severe."""
     return next((word for limit, word in LADDER if error < limit), LADDER[-1][1])
 
 
@@ -103,16 +105,17 @@ def compare_component(
     arguments: dict | None = None,
     seed: int | None = None,
 ) -> Iterator[Comparison]:
-    """The comparison of each entry of a pipeline's component that one small run calls, or of one.
+    """Yields the comparison of each entry of a component that one small run calls, or of `entry` alone.
 
-    All values are kept on the host. Both forms have the weights that the model has in `form`'s dtype.
+    All values are copied to the host. Both forms have the model's weights in the dtype of `form`.
 
     Args:
-        model: as of `compare_each`.
-        arguments: of the pipeline's call, over those of `draw_arguments`.
+        model: as in `compare_each`.
+        arguments: of the pipeline's call; they replace those of `draw_arguments`.
         seed: of prompt and noise; None draws one.
 
-    Raises ValueError for a component or an entry that the run does not call; else as `run_form`.
+    Raises:
+        ValueError: a component or an entry that the run does not call; also what `run_form` raises.
     """
     seed = random.randrange(2**31) if seed is None else seed
     pipe = load(model, form.dtype)
@@ -143,7 +146,12 @@ def compared(
     against: str,
     wider: Widening = Widening(),
 ) -> Comparison:
-    """The comparison of what was captured. `own`: upstream's in the dtype of `found`; `wider`: of the rungs."""
+    """Returns the comparison of captured values.
+
+    Args:
+        own: upstream's values in the dtype of `found`, None where that is the oracle's dtype.
+        wider: factors of the rungs on these chips.
+    """
     left_out, rows, last, parted, rungs = {}, {}, 0.0, [], _rungs(oracle.module, wider)
     kinds = {name: type(part).__name__ for name, part in oracle.module.named_modules()}
     places = {id(c): n for calls in oracle.by_name.values() for n, c in enumerate(calls)}
@@ -180,7 +188,7 @@ def compared(
 
 
 def _rungs(module: torch.nn.Module, wider: Widening) -> dict[str, float]:
-    """The threshold of each submodule: of a block, a layer with weights, a norm or a function."""
+    """Returns the rung of each submodule, which may be a block, a layer with weights, a norm or a function."""
     rungs = {}
     for name, part in module.named_modules():
         layer = part._parameters and "norm" not in type(part).__name__.lower()
@@ -190,7 +198,7 @@ def _rungs(module: torch.nn.Module, wider: Widening) -> dict[str, float]:
 
 
 def innermost(names: list[str]) -> str | None:
-    """The first of these submodules that has none of them inside of it."""
+    """Returns the first of these submodules that contains none of the others."""
     inner = {name: f"{name}." if name else "" for name in names}
     return next((n for n in names if not any(o != n and o.startswith(inner[n]) for o in names)), None)
 
@@ -205,15 +213,15 @@ def _left_out(name: str, calls: int, ours: int, found: Captured) -> str | None:
 
 
 def _pieces(ours: list[ModuleCall], calls: int, place: int) -> list[ModuleCall]:
-    """Those calls that together are the oracle's number `place` of so many: a form may take frames chunk by chunk.
+    """Returns the calls that together are call number `place` of the oracle's `calls`: a form may call a module for each chunk of frames.
 
-    Upstream may leave a module out for the first chunk, where such a form computes what it throws away.
+    Upstream may skip a module in the first chunk, where such a form calls it and drops the result.
     """
     return ours[place::calls] if len(ours) % calls == 0 else ours[-calls:][place : place + 1]
 
 
 def _row(oracle: ModuleCall, ours: list[ModuleCall], kind: str, rung: float, last: float) -> ModuleRow | None:
-    """`last`: the error of what was computed before, which stands for that of inputs that cannot be compared."""
+    """Returns the row of one call; `last`, the error of the row before, replaces that of inputs that cannot be compared."""
     error = _worst([call.answered for call in ours], oracle.answered)
     if error is None:
         return None
@@ -228,9 +236,11 @@ def _row(oracle: ModuleCall, ours: list[ModuleCall], kind: str, rung: float, las
 
 
 def _worst(ours: list[dict[int, Value]], oracle: dict[int, Value], guessed: float = math.inf) -> Error | None:
-    """The largest error of tensors that both have, in a layout that fits; None where there is none. `ours`: in pieces.
+    """Returns the largest error of tensors that both have in a layout that fits; None where there is none.
 
-    `guessed`: an error above which a layout that the shape does not tell is taken for a wrong one.
+    Args:
+        ours: the pieces of each tensor.
+        guessed: above this error a layout that needs cutting is not used.
     """
     pairs = [error_of([of[n] for of in ours], oracle[n]) for n in oracle if all(n in of for of in ours)]
     found = [error for error, sure in filter(None, pairs) if sure or error.relative <= guessed]

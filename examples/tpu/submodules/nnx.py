@@ -1,4 +1,4 @@
-"""A component's form in plain JAX, traced, what its modules take and give marked under the names that upstream's have."""
+"""Traces a component's form in plain JAX and marks inputs and outputs of its modules, under upstream's names."""
 
 import contextlib
 import functools
@@ -23,7 +23,11 @@ from .marks import Tag, capture
 def trace_nnx(
     module: torch.nn.Module, dtype: torch.dtype, mesh, call: Call
 ) -> tuple[jax.extend.core.ClosedJaxpr, list]:
-    """The program of a call of a VAE, and its flat arguments. Raises ValueError for an entry that this form does not have."""
+    """Returns the program of a VAE's call, and its flat arguments.
+
+    Raises:
+        ValueError: an entry that the form in plain JAX does not have.
+    """
     if call.entry not in VAE_ENTRIES:
         raise ValueError(f"expected an entry of the form in plain JAX ({', '.join(VAE_ENTRIES)}), got {call.entry}")
     vae = flax_class(type(module).__name__).from_torch(module, dtype=str(dtype).removeprefix("torch."), mesh=mesh)
@@ -39,7 +43,7 @@ def trace_nnx(
 
 @contextlib.contextmanager
 def _marking(cls: type, entry: str, upstream: set[str]) -> Iterator[None]:
-    """While this is open, what the modules below a `cls` take and give is marked."""
+    """A context in which traces mark the inputs and outputs of the modules below a `cls`."""
     names, numbers, open_calls = {}, itertools.count(), []
 
     def marked(method: Callable, of_all: bool) -> Callable:
@@ -72,7 +76,7 @@ def _marking(cls: type, entry: str, upstream: set[str]) -> Iterator[None]:
 
 
 def _callable(base: type) -> Iterator[type]:
-    """Classes of modules that say what a call of them does."""
+    """Yields subclasses that define `__call__`."""
     for cls in base.__subclasses__():
         if "__call__" in vars(cls):
             yield cls
@@ -80,6 +84,6 @@ def _callable(base: type) -> Iterator[type]:
 
 
 def _upstream_name(path: tuple, names: tuple, upstream: set[str]) -> str | None:
-    """The name of upstream's submodule that has the weights of the module at this path; None where there is none such."""
+    """Returns the name of upstream's submodule with the weights of the module at this path, None where there is none."""
     name, plain = torch_name((*path, "kernel"), names).rpartition(".")[0], ".".join(map(str, path))
     return name if name in upstream else plain if plain in upstream else None

@@ -1,7 +1,7 @@
-"""What of a module cannot be traced, all of it in one go: `assuming` records each obstacle, assumes an answer and lets the trace go on.
+"""Finds all obstacles to tracing a module in one pass: `assuming` records each, substitutes a value and continues the trace.
 
-An obstacle asks for a value that a trace does not have, is an operator that torchax lacks, or one that fails. Assumed are a given
-truth value, the number one, every entry of an index, else zeros of the shape that torch's meta device gives.
+An obstacle reads a value that a trace does not have, or is an operator that torchax lacks or that fails. Substitutes are the given truth
+value, the number one, every entry of a boolean index, else zeros of the shape that torch's meta device computes.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ PATIENCE = 100  # answers at one line, after which they alternate: a loop waits 
 
 @dataclass(frozen=True)
 class Obstacle(Line):
-    """What stops a trace at a line of the module's own code, in words."""
+    """What stops a trace, in words, and the line of the module's own code."""
 
     what: str
 
 
 @contextlib.contextmanager
 def assuming(answer: bool) -> Iterator["Obstacles"]:
-    """While this is open, traces go on past what would stop them."""
+    """A context in which traces continue past obstacles, with `answer` for truth values."""
     env = environment()
     obstacles = Obstacles(env, answer)
     before = [(name, getattr(Tensor, name)) for name in WHOLE]
@@ -72,7 +72,7 @@ def assuming(answer: bool) -> Iterator["Obstacles"]:
 
 
 class Obstacles:
-    """Those of one trace, `found` in its order: the environment's `dispatch`, and what takes the place of what it cannot do."""
+    """The obstacles of one trace in order (`found`): replaces the environment's `dispatch` and substitutes results that it cannot compute."""
 
     def __init__(self, env, answer: bool):
         self.env, self.answer = env, answer
@@ -80,7 +80,7 @@ class Obstacles:
         self.asked: Counter = Counter()
 
     def add(self, what: str) -> int:
-        """Record the obstacle at the line that the trace has come to; how often it came there."""
+        """Records the obstacle at the line being traced; returns how often the trace has reached that line."""
         *inner, frame = frames_to_asker()
         line = line_of_frame(frame)
         if not any(map(_uses_a_view, inner)):
@@ -135,7 +135,10 @@ class Obstacles:
         return None if func is torch.Tensor.__setitem__ else self._zeros(func, args, kwargs)
 
     def _zeros(self, func, args, kwargs):
-        """Zeros of the shapes that torch's meta device gives; a boolean index takes every entry. Where it cannot: the first tensor."""
+        """Returns zeros of the shapes that torch's meta device computes, or the first tensor where it cannot.
+
+        A boolean index takes every entry.
+        """
         first = next((x for x in args if isinstance(x, torch.Tensor)), None)
         with plain():
             args, kwargs = tree_map_only(torch.Tensor, functools.partial(stand_in, META), (args, kwargs))
@@ -156,12 +159,12 @@ class Obstacles:
 
 
 def _uses_a_view(frame: types.FrameType) -> bool:
-    """A part of a tensor (`x[:, :n]`) is taken again each time that it is used, with the bounds that its own line gave."""
+    """Whether the frame evaluates a view (`x[:, :n]`), which is done at each use, with bounds read at the view's own line."""
     return frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in ("transform_tensor", "update_tensor")
 
 
 def _whole(key):
-    """The key of an index, in place of a boolean one the places of all its entries."""
+    """Returns the key of an index, in which the positions of all entries replace a boolean mask."""
     keys = []
     for part in key if isinstance(key, tuple) else (key,):
         if isinstance(part, torch.Tensor) and part.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""The page: comparisons of one component, every submodule's error over the order in which upstream computes them."""
+"""The report: each submodule's error, in the order in which upstream computes them."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ LOWEST, HIGHEST = 1e-9, 1e1
 
 
 def page(model: str, comparisons: list[Comparison]) -> str:
-    """The whole document, of `templates/comparison.html`."""
+    """Returns the HTML document, from `templates/comparison.html`."""
     limits = [limit for limit, _ in LADDER]
     return render(
         "comparison.html",
@@ -25,6 +25,6 @@ def page(model: str, comparisons: list[Comparison]) -> str:
 
 
 def _height(error: float) -> str:
-    """Where an error stands, from the top; NaN is the largest."""
+    """Returns the distance of an error from the top of the plot; NaN counts as the largest."""
     error = HIGHEST if math.isnan(error) else min(max(error, LOWEST), HIGHEST)
     return percent(math.log10(HIGHEST / error), math.log10(HIGHEST / LOWEST))

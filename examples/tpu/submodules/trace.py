@@ -1,7 +1,7 @@
-"""Trace diagnostics: what stops the components of a model from becoming programs, before any weight is loaded.
+"""Trace diagnostics: lists what stops a model's components from being traced, before any weight is loaded.
 
-Every call of one small run is traced twice, truth values of tensors assumed false and then true; what stops a trace is noted and passed
-(`obstacles.assuming`). Components are traced as upstream wrote them, or as a run traces them, with their plans.
+Every call of one small run is traced twice, with truth values of tensors assumed false and then true; obstacles are recorded and passed
+(`obstacles.assuming`). Components are traced as upstream wrote them, or with their plans, as in a run.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
 
 @dataclass
 class Traced:
-    """One component's calls: methods that were traced, what stops them in order, and why a trace ended early, if one did."""
+    """One component's calls: the methods that were traced, their obstacles in order, and why traces ended early."""
 
     component: str
     kind: str
@@ -46,16 +46,17 @@ def list_obstacles(
     only: list[str] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Traced]:
-    """The components of a model in the order of their first calls.
+    """Returns a model's components in the order of their first calls.
 
     Args:
         model: a directory, a model in the hub's cache, a published one, or a pipeline that is not on the TPU path.
-        dtype: of one that is no pipeline yet.
-        arguments: of the call, over its card's and `SMALL`; names that the pipeline does not take are left out.
-        planned: trace as a run does, with what our plans put in the place of upstream's methods.
-        only: names of components; the others are traced as a run does, and not listed.
+        dtype: of a model that is not a pipeline.
+        arguments: of the call; they replace those of its card and of `SMALL`. Names that the pipeline does not take are left out.
+        planned: trace as in a run, with the processors and methods of our plans.
+        only: names of components to list; the others are traced as in a run.
 
-    Raises ValueError for a model that is not known, components that it does not have, arguments that its pipeline refuses.
+    Raises:
+        ValueError: an unknown model, components that it does not have, or arguments that its pipeline refuses.
     """
     pipe, arguments = model, {**SMALL, **(arguments or {})}
     if isinstance(model, str):
@@ -76,11 +77,11 @@ def list_obstacles(
 
 
 class _Stopped(Exception):
-    """A component's answer is not known, and with it what the pipeline does next."""
+    """A component could not be traced, so that the pipeline's next calls are unknown."""
 
 
 class _TracingRunner(RecordingRunner):
-    """Traces every call with answers assumed, and writes down in `found` what they were asked for."""
+    """Traces every call with both assumed truth values and records the obstacles in `found`."""
 
     def __init__(self, found: dict[str, Traced], planned: bool, only, component: str, module, plan, recording):
         listed = only is None or component in only

@@ -1,4 +1,4 @@
-"""`diffusers-tpu compare --trace`: its lines."""
+"""`diffusers-tpu compare --trace`: prints the obstacles to tracing."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from .trace import list_obstacles
 
 
 def run(options, arguments: dict) -> int:
-    """The command."""
+    """Runs the command; returns exit status 1 if there are obstacles."""
     quiet = Console(stderr=True)
     dtype = getattr(torch, (options.dtype or ["bfloat16"])[0])
     only = [options.component] if options.component else None
@@ -46,7 +46,7 @@ def _obstacles(found):
 
 
 def short(file: str) -> str:
-    """A file of an installed package from the package's name on."""
+    """Returns the path of a file relative to its installed package's parent folder."""
     for root in (PACKAGE.parent, Path(torch.__file__).parents[1]):
         if Path(file).is_relative_to(root):
             return os.path.relpath(file, root)

@@ -45,8 +45,8 @@ def main():
     args = parser.parse_args()
     config, target = flags.checked(parser, args, args.num_inference_steps)
     flags.at_least_one(parser, args, "num_iterations")
-    output = flags.output_file(parser, "--output", args.output)
-    flags.check_class(parser, args.model_id, Upstream, "Wan, text-to-video")
+    flags.check_output(parser, "--output", args.output)
+    flags.checked_class(parser, args.model_id, Upstream, "Wan, text-to-video")
 
     from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline
 
@@ -58,11 +58,7 @@ def main():
     print(f"{where(pipe, target)}; attention {config.attention}{differs}")
 
     call = {name: getattr(args, name) for name in PASSED} | {"num_frames": args.frames}
-    frames, steps = flags.repeat_call(pipe, call, args)
-    flags.write_video(frames, output, args.fps)
-    print(f"wrote {args.output}")
-    if args.profile:
-        print(steps.traced)
+    flags.make_video(pipe, call, args, args.output)
 
 
 if __name__ == "__main__":

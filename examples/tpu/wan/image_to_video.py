@@ -1,4 +1,4 @@
-"""Wan image-to-video, 2.1 or 2.2 with two experts, a video that begins with a picture."""
+"""Wan image-to-video (2.1, or 2.2 with two experts): a video whose first frame is a picture."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Wan 2.1, a video from a prompt."""
+"""Wan 2.1 text-to-video: a video from a prompt."""
 
 import argparse
 

@@ -1,10 +1,10 @@
-"""Plants the faults of the table one by one in a throw-away copy of the tree, and says which test sees each of them.
+"""Plants the faults of `faults.toml` one by one in a temporary copy of the tree and records which test fails for each.
 
     python examples/tpu/results/mutants/run.py                  every fault without a record
-    python examples/tpu/results/mutants/run.py ring- vae-       those whose names begin so, whatever is recorded
+    python examples/tpu/results/mutants/run.py ring- vae-       those with these prefixes, also if recorded
 
-The expected tests run first, in a fork of this process, which has imported torch, transformers and JAX; where they see nothing, the
-whole fast set. The record is examples/tpu/results/mutants.json: by fault, the test that sees it.
+The expected tests run first, in a fork of this process, which has imported torch, transformers and JAX; if they pass, the whole fast set
+runs. The record is examples/tpu/results/mutants.json: the failing test of each fault.
 """
 
 import argparse
@@ -36,7 +36,7 @@ IMPORTS += " safetensors.torch accelerate PIL.Image jax jax.numpy jax.experiment
 
 @dataclass(frozen=True)
 class Mutant:
-    """A row of `faults.toml`, under the name by which its record is kept."""
+    """A row of `faults.toml`, by its name in the record."""
 
     name: str
     file: str
@@ -47,7 +47,7 @@ class Mutant:
     survives: str = ""
 
     def planted(self, text: str) -> str:
-        """The file's text with the fault. Raises ValueError where the text to change is not there exactly once."""
+        """Returns the file's text with the fault. Raises ValueError where the text to change does not occur exactly once."""
         if text.count(self.old) != 1:
             raise ValueError(
                 f"expected the text of mutant {self.name} once in {self.file}, found it {text.count(self.old)} times:"
@@ -108,7 +108,7 @@ def tried(mutant: Mutant) -> dict:
 
 
 def seen_by_expected(tree: Path, mutant: Mutant) -> str | None:
-    """The first of the expected tests that fails."""
+    """Returns the first of the expected tests that fails, or None."""
     context = multiprocessing.get_context("fork")
     answers, log = context.SimpleQueue(), tree.parent / "log"
     child = context.Process(target=run_expected, args=(tree, mutant, answers, log))
@@ -145,7 +145,7 @@ def run_expected(tree: Path, mutant: Mutant, answers, log: Path):
 
 
 class FirstFailure:
-    """A plugin: the id of the first test that fails."""
+    """A pytest plugin that keeps the id of the first test that fails."""
 
     name = None
 

@@ -1,8 +1,8 @@
-"""A tiny pipeline of any class that upstream exports, and a call of it, from signatures, annotations and `recipes.json`.
+"""Builds a tiny pipeline of any class that upstream exports, and a call of it, from signatures, annotations and `recipes.json`.
 
-Recipes whose pattern matches a pipeline's whole name apply one after another. `parts`: of components and settings, changes to what an
-annotation makes, null leaves it out (see `components.component`). `call`: of arguments; "@NAME NUMBERS" is what the function of that name
-here makes of a call's seed, height, width and the numbers.
+All recipes whose pattern matches a pipeline's whole name apply, in order. `parts` has changes of components and settings, null for none (see
+`components.component`). `call` has arguments; for "@NAME NUMBERS" the function NAME of this module is called with seed, height, width and
+the numbers.
 """
 
 import inspect
@@ -34,7 +34,7 @@ PICTURES = {
 
 
 def recipes_of(name: str) -> tuple[dict, dict]:
-    """Of a pipeline's name: components and settings, arguments of a call."""
+    """Returns the changes of components and settings, and the arguments of a call, for a pipeline's name."""
     components, call = {}, {}
     for one in RECIPES:
         if re.fullmatch(one["pattern"], name.removesuffix("Pipeline")):
@@ -46,12 +46,16 @@ def recipes_of(name: str) -> tuple[dict, dict]:
 
 
 def exported() -> list[str]:
-    """Names of upstream's pipelines, all of them."""
+    """Returns the names of all of upstream's pipelines."""
     return [name for name in dir(diffusers) if name.endswith("Pipeline") and name not in LEFT_OUT]
 
 
 def build(name: str, seed: int = 0) -> DiffusionPipeline:
-    """A tiny pipeline of random weights. Raises what upstream's constructors raise, TypeError where nothing is known of a component."""
+    """Returns a tiny pipeline with random weights.
+
+    Raises:
+        TypeError: a component that cannot be made; also what upstream's constructors raise.
+    """
     torch.manual_seed(seed)
     cls, (changes, _) = getattr(diffusers, name), recipes_of(name)
     of_small_maps(sys.modules[cls.__module__])
@@ -71,7 +75,7 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
 
 
 def of_blocks(pipe: ModularPipeline, changes: dict) -> ModularPipeline:
-    """The modular pipeline with a tiny one of each component that it would load or a recipe names, not on the TPU path."""
+    """Returns the modular pipeline, off the TPU path, with tiny components in place of those that it would load or a recipe names."""
     blocks, made = pipe.blocks, {}
     for spec in blocks.expected_components:
         if spec.default_creation_method == "from_pretrained" or spec.name in changes:
@@ -83,7 +87,7 @@ def of_blocks(pipe: ModularPipeline, changes: dict) -> ModularPipeline:
 
 
 def of_small_maps(module):
-    """Where a pipeline's module makes a megapixel of every image, whatever is asked: 64 x 64 pixels of it, in either run."""
+    """Patches modules of pipelines that resize every image to a megapixel, so that it has 64 x 64 pixels in both runs."""
     dimensions = getattr(module, "calculate_dimensions", None)
     if dimensions is not None and not hasattr(dimensions, "plain"):
         module.calculate_dimensions = lambda area, ratio: dimensions(area // 256, ratio)
@@ -94,7 +98,7 @@ def of_small_maps(module):
 
 
 def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[0]) -> dict:
-    """A small call of this pipeline; a generator is not among them."""
+    """Returns the arguments of a small call of this pipeline, without a generator."""
     cls, known, (_, call) = getattr(diffusers, name), {}, recipes_of(name)
     takes = {*inspect.signature(cls.__call__).parameters}
     if issubclass(cls, ModularPipeline):  # pictures would lead it elsewhere
@@ -128,7 +132,7 @@ def noise_image(seed: int, height: int, width: int) -> PIL.Image.Image:
 
 
 def noise_mask(seed: int, height: int, width: int) -> PIL.Image.Image:
-    """White where a picture is to be made anew."""
+    """Returns a mask that is white where a picture is to be repainted."""
     return noise_image(seed + 1, height, width).convert("L").point(lambda value: 255 * (value > 127))
 
 
@@ -145,7 +149,7 @@ def small_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
 
 
 def embeds(seed: int, height: int, width: int, *shape: int) -> torch.Tensor:
-    """What an encoder or another pipeline would have made."""
+    """Returns random embeddings in place of those of an encoder or another pipeline."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -158,7 +162,7 @@ def flags(seed: int, height: int, width: int, number: int, *shape: int) -> torch
 
 
 def of_residues(*given: int) -> dict:
-    """What is asked of a protein of so many residues: its sequence and which atoms take part in what."""
+    """Returns conditions for a protein of so many residues: its sequence and the interactions of its atoms."""
     *size, count = given
     whole = ("molecule_iid", "molecule_entity_id", "condition_index-group_1_token", "condition_sequence_1_residue")
     atoms = ("hbond", "pistack", "pication", "saltbridge", "hydrophobic", "metal-coord")
@@ -170,7 +174,7 @@ def of_residues(*given: int) -> dict:
 
 
 def pixels(seed: int, height: int, width: int, channels: int) -> torch.Tensor:
-    """A video as a tensor."""
+    """Returns a random video as a tensor."""
     return torch.rand((1, channels, FRAMES, height, width), generator=torch.Generator().manual_seed(seed))
 
 
@@ -179,4 +183,4 @@ def scaled(seed: int, height: int, width: int, numerator: int, denominator: int 
 
 
 def nothing(*_):
-    """None, given."""
+    """Returns None, to pass it as an argument."""

@@ -1,8 +1,7 @@
-"""A tiny component of any class that upstream or transformers has, by its class, the names of its parameters, and `sizes.json`.
+"""Makes a tiny component of any class of upstream or transformers from its class, the names of its parameters, and `sizes.json`.
 
-Models are upstream's classes: of `sizes.json`, what a constructor takes by the names of its parameters, and what a class needs. Every
-width of text is `WIDTH`, every head 16 wide, and heads times their width is `WIDTH` again, so that models of one pipeline fit each other
-without knowing of each other.
+Models have upstream's classes; `sizes.json` has values of constructor parameters by name and by class. Text is `WIDTH` wide, a head has
+size 16, and heads times head size are `WIDTH`, so that separately made models of one pipeline fit together.
 """
 
 import contextlib
@@ -33,9 +32,9 @@ LARGEST = 16_000_000  # parameters
 
 
 def tiny(cls: type, **changes) -> torch.nn.Module:
-    """A tiny model of this class with random weights; `changes` are what it is given beside what its class and names say.
+    """Returns a tiny model of this class with random weights; `changes` replace values of `sizes.json`.
 
-    What it does not take of them stands in its configuration alone, as upstream keeps what a published one says too much.
+    Changes that the constructor does not take are added to the configuration only, as upstream does for published ones.
     """
     takes = inspect.signature(cls.__init__).parameters
     unread = {name: changes.pop(name) for name in changes.keys() - takes.keys()}
@@ -50,7 +49,7 @@ def tiny(cls: type, **changes) -> torch.nn.Module:
 
 
 def of_transformers(cls: type, **changes) -> torch.nn.Module:
-    """The same of transformers': a class without a row has of its configuration what `of_language_models` knows by name."""
+    """Returns the same for a class of transformers. A class without a row takes values of `of_language_models` by name."""
     config, wanted = cls.config_class, SIZES["of_transformers"].get(cls.__name__)
     if wanted is None:
         known = inspect.signature(config.__init__).parameters.keys() | vars(config()).keys()
@@ -62,7 +61,7 @@ def of_transformers(cls: type, **changes) -> torch.nn.Module:
 
 
 def small(make: Callable[[], torch.nn.Module], cls: type) -> torch.nn.Module:
-    """What `make` makes, filled; it is first made without memory. Raises TypeError where it would not be tiny."""
+    """Returns the result of `make`, `filled`. Raises TypeError if it is not tiny, which a first call on the meta device finds."""
     with contextlib.suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # constructors that want values
         numbers = sum(parameter.numel() for parameter in make().parameters())
         if numbers > LARGEST:
@@ -74,9 +73,9 @@ def small(make: Callable[[], torch.nn.Module], cls: type) -> torch.nn.Module:
 
 
 def filled(model: torch.nn.Module) -> torch.nn.Module:
-    """The model; parameters that upstream begins with one number all over, or leaves as memory is, have values of their own.
+    """Returns the model with random values in parameters that upstream initialises with a constant or leaves uninitialised.
 
-    What begins with zeros (a ControlNet's last layers, gates of a block) would hide what comes before it.
+    Zeros (a ControlNet's last layers, gates of a block) would hide the layers before them.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -95,7 +94,7 @@ MAKERS = SIZES["makers"]
 
 
 class Passes:
-    """In place of a checker of texts and videos that upstream wants installed: everything passes."""
+    """Replaces a checker of texts and videos that upstream requires and that is not installed; everything passes."""
 
     def to(self, *args, **kwargs):
         return self
@@ -124,12 +123,12 @@ def llama_tokenizer(length: int = 512):
 
 
 def ending_chat_tokenizer():
-    """Qwen's with its end of a text."""
+    """Returns a tokenizer with Qwen's end of text."""
     return parts.tokenizer(1024, pad="<|endoftext|>", eos_token="<|im_end|>", chat_template=parts.CHAT)
 
 
 def glm_tokenizer():
-    """ChatGLM's gives positions too."""
+    """Returns a tokenizer with `position_ids` in its output, as ChatGLM's has."""
     tokenizer = parts.tokenizer(256)
     tokenizer.padding_side = "left"
     tokenizer.model_input_names = ["input_ids", "attention_mask", "position_ids"]
@@ -145,7 +144,7 @@ def glm_tokenizer():
 
 
 def qwen_vl_processor(cls: type = transformers.Qwen2_5_VLProcessor, patch_size: int = 14):
-    """Of text and pictures, without videos: those want torchvision."""
+    """Returns a processor of text and pictures, without videos, which need torchvision."""
     processor, pixels = object.__new__(cls), (2 * patch_size) ** 2
     processor.tokenizer, processor.chat_template = parts.chat_tokenizer(), CHAT_OF_PARTS
     processor.image_processor = transformers.Qwen2VLImageProcessor(
@@ -165,7 +164,7 @@ def glm_image_processor():
 
 
 def blip_qformer():
-    """Upstream's reads the files of a BERT tokenizer."""
+    """Returns the model with a BERT vocabulary in a file, as upstream reads it from there."""
     folder = Path(tempfile.mkdtemp())
     (folder / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat")))
     return of_transformers(Blip2QFormerModel, tokenizer=str(folder))
@@ -183,7 +182,7 @@ def clip_by_example():
 
 
 def chat_glm():
-    """Upstream leaves its parameters as memory is."""
+    """Returns the model with initialised parameters, which upstream leaves uninitialised."""
     made = of_transformers(ChatGLMModel)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
@@ -191,7 +190,7 @@ def chat_glm():
 
 
 def allegro_vae():
-    """Upstream's works in tiles only."""
+    """Returns the VAE with tiling, without which upstream's does not decode."""
     made = tiny(diffusers.AutoencoderKLAllegro)
     made.enable_tiling()
     return made
@@ -208,7 +207,7 @@ def prior():
 
 
 def protein_vae():
-    """Every token may be every residue, and a residue has every atom."""
+    """Returns a VAE that allows every residue for every token, and every atom in a residue."""
     residues, kinds = 147, 7
     tables = {"atom37_mask": [[True] * 37] * residues, "allowed_residue_types": [[True] * residues] * kinds}
     return tiny(diffusers.RFD4ProteinaAutoencoder, **tables)
@@ -219,12 +218,16 @@ def target_properties():
 
 
 def named(name: str):
-    """A function or class of this file, of the tiny models, of upstream or of transformers."""
+    """Returns a function or class by name, from this module, the tiny models, upstream or transformers."""
     return globals().get(name) or getattr(parts, name, None) or parts.found(name)
 
 
 def component(hint, change):
-    """Of what a recipe says: changes to what the annotation makes, `_class_name` for another class, or a maker's name after an @."""
+    """Returns the component of an annotation with a recipe's changes.
+
+    Args:
+        change: arguments, with `_class_name` for another class; "@NAME" calls a maker; any other value is returned.
+    """
     if isinstance(change, str) and change.startswith("@"):
         return named(change[1:])()
     if not isinstance(change, dict):
@@ -254,7 +257,7 @@ def of_class(_class_name: str, **sizes):
 
 
 def candidates(hint) -> list[type]:
-    """The classes that an annotation names, of a union each."""
+    """Returns the class of an annotation, or all classes of a union."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [cls for arg in typing.get_args(hint) for cls in candidates(arg)]
     return [hint] if isinstance(hint, type) and hint is not type(None) else []

@@ -1,8 +1,8 @@
 """One pipeline on the TPU path against upstream, in this process: the oracle is upstream in float32, same weights and inputs.
 
-What is run: upstream, then ours (`error`, of the whole result), the first call of each denoiser alone (`denoisers`; past the
-limit also `rounded_inputs`: some models round to bfloat16 inside, and a last bit before decides which way), a second size, a second prompt and the first call again (`executables`, new ones each time), and the denoisers in bfloat16 against what
-bfloat16 costs upstream.
+Runs, in order: upstream and ours (`error` of the whole result); the first call of each denoiser (`denoisers`; above the limit also
+`rounded_inputs`, since some models round to bfloat16 inside and a last bit decides the direction); a second size, a second prompt and the
+first call again (`executables`: new ones each time); the denoisers in bfloat16, compared with upstream's error in bfloat16.
 """
 
 import contextlib
@@ -40,9 +40,10 @@ class NotUpstream(Exception):
 
 
 def examine(name: str, more: bool = True) -> dict:
-    """What became of the pipeline of this name on all chips; `more`: also other sizes, prompts and bfloat16.
+    """Returns the results of the pipeline of this name on all chips; `more`: also with other sizes, prompts and bfloat16.
 
-    Raises NotUpstream, of what stopped it, where upstream itself does not run.
+    Raises:
+        NotUpstream: upstream itself does not run; its cause is upstream's error.
     """
     start = time.process_time()
     try:
@@ -67,7 +68,7 @@ def examine(name: str, more: bool = True) -> dict:
 
 
 def in_layouts(name: str, known: dict) -> dict:
-    """Of each of `LAYOUTS`, but those known: the error of the whole result, and of the first call of each class of denoisers that is compiled."""
+    """Returns for each of `LAYOUTS` the error of the whole result and of each denoiser's first call; known ones are not run again."""
     pipe, given = build(name), arguments(name, SEED)
     plain, found = copy.deepcopy(pipe), {mesh: known[mesh] for mesh in LAYOUTS if mesh in known}
     calls, oracle = record(plain, given, SEED)
@@ -80,7 +81,7 @@ def in_layouts(name: str, known: dict) -> dict:
 
 
 def check(results: list[np.ndarray]):
-    """Raises ValueError for results that would be equal whatever was computed."""
+    """Raises ValueError for results that are constant, not finite or missing, with which any computation would agree."""
     if not results or not all(np.isfinite(x).all() and x.std() for x in results if x.size > 1):
         shapes = [(x.shape, float(np.nanstd(x)) if x.size else 0.0) for x in results]
         raise ValueError(f"expected upstream's results to be numbers that differ, got shapes and deviations {shapes}")
@@ -104,14 +105,14 @@ def compiled(pipe) -> int:
 
 
 def of_denoisers(plain, pipe, calls: list[Call]) -> dict[str, dict]:
-    """Of each denoiser's call among these."""
+    """Returns the results of `of_denoiser` for each denoiser's call among these."""
     runners = {name: runner for name, runner in installation(pipe).runners.items() if runner.denoises}
     ones = (one for one in calls if one.module in runners and one.entry == "forward")
     return {one.module: of_denoiser(plain, pipe, one) for one in ones}
 
 
 def of_denoiser(plain, pipe, one: Call) -> dict:
-    """Its call alone; where that is past the limit, also how far upstream's own answer goes when its inputs are rounded."""
+    """Returns the error of one denoiser's call; above the limit also the change of upstream's own output when its inputs are rounded."""
     oracle = run_call(plain, one)
     error = relative_error(run_call(pipe, one), oracle)
     found = {"class": type(plain.components[one.module]).__name__, "error": error}
@@ -123,7 +124,7 @@ def of_denoiser(plain, pipe, one: Call) -> dict:
 
 
 def rounded(one: Call, seed: int) -> Call:
-    """The call with each float32 number of its inputs moved by the last bit or not."""
+    """Returns the call with float32 inputs moved at random by a last bit, or not at all."""
     generator = torch.Generator().manual_seed(seed)
 
     def moved(x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,7 @@ def rounded(one: Call, seed: int) -> Call:
 
 
 def again(name: str, pipe, plain, found: dict):
-    """A second size, a second prompt, back to the first; upstream makes the same calls: some pipelines stop at every second one."""
+    """Runs a second size, a second prompt and the first call again. Upstream runs them too, as some pipelines fail at every second call."""
     counts = [compiled(pipe)]
     calls = arguments(name, SEED, size=SECOND_SIZE), arguments(name, SEED, prompt=PROMPTS[1]), arguments(name, SEED)
     for given in calls:
@@ -152,8 +153,10 @@ def again(name: str, pipe, plain, found: dict):
 
 
 def in_bfloat16(plain, given: dict, names: list[str]) -> dict:
-    """Of each denoiser's first call in upstream's own run in bfloat16: our error, upstream's own, and whether the rule holds;
-    or what stopped upstream."""
+    """Returns, for each denoiser's first call in upstream's run in bfloat16, our error, upstream's, and whether ours is within limits.
+
+    Where upstream does not run, returns its error.
+    """
     half = load(plain, torch.bfloat16)
     try:
         calls, _ = record(half, given, SEED)

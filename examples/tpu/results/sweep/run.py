@@ -1,11 +1,11 @@
-"""The sweep: every pipeline that upstream exports, a process each, results one by one into examples/tpu/results/coverage.json.
+"""The sweep: runs every pipeline that upstream exports, each in its own process, and adds results to examples/tpu/results/coverage.json.
 
     python examples/tpu/results/sweep/run.py                    every pipeline without a result
-    python examples/tpu/results/sweep/run.py 'Flux.*' Wan       those whose names match one of these, whatever is recorded
+    python examples/tpu/results/sweep/run.py 'Flux.*' Wan       those whose names match one of these, also if recorded
     python examples/tpu/results/sweep/run.py --layouts          one pipeline of each class on the meshes that its record lacks
 
-A process that has imported torch, transformers, JAX and diffusers forks for each pipeline. It can be stopped, and goes on
-where it was. What upstream itself does not run here, with its reason, is recorded as that.
+A process that has imported torch, transformers, JAX and diffusers forks for each pipeline. A sweep that was stopped resumes. Pipelines that
+upstream itself does not run here are recorded with the reason.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def wanted(name: str, given, record: dict) -> bool:
 
 
 def one_of_each_class(record: dict) -> list[str]:
-    """The quickest pipeline of each class of denoisers, without those of which all layouts are recorded."""
+    """Returns the quickest pipeline of each class of denoisers, without those whose layouts are all recorded."""
     from examining import LAYOUTS
 
     found = {}
@@ -99,7 +99,7 @@ def import_what_all_need():
 
 
 def examined(name: str, given, layouts: dict) -> dict:
-    """The result of one pipeline, examined in a fork of this process; `layouts`: those that are recorded."""
+    """Returns the result of one pipeline, examined in a fork of this process; `layouts` are those already recorded."""
     start, context = time.monotonic(), multiprocessing.get_context("fork")
     reading, writing = context.Pipe(duplex=False)
     child = context.Process(target=in_child, args=(name, given, layouts, writing))
@@ -139,7 +139,7 @@ def in_child(name: str, given, layouts: dict, answers):
 
 
 def reason_of(error: BaseException) -> str:
-    """The error, and where upstream's code, or the sweep's, had come to."""
+    """Returns the error in words, with the innermost line of upstream's code or the sweep's."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)] or frames)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"

@@ -1,13 +1,13 @@
-"""Upstream's own fast tests with the TPU path on: what plain upstream passes and the path does not, into examples/tpu/results/upstream.json.
+"""Runs upstream's own fast tests with the TPU path on and records those that only plain upstream passes in examples/tpu/results/upstream.json.
 
     python examples/tpu/results/upstream/run.py TESTS                     every file without a result
-    python examples/tpu/results/upstream/run.py TESTS 'pipelines/wan/.*'  those whose names match one of these, whatever is recorded
+    python examples/tpu/results/upstream/run.py TESTS 'pipelines/wan/.*'  those whose names match one of these, also if recorded
 
-TESTS: the folder `tests` of a checkout of upstream at the commit that `passes.txt.gz` names; nothing of it is kept here. That file holds
-what plain upstream passes offline with the stand-ins of `standins.py` for the models that its tests ask the hub for.
+TESTS: the folder `tests` of a checkout of upstream at the commit in `passes.txt.gz`; it is not part of this repository. That file lists the
+tests that plain upstream passes offline, with the stand-ins of `standins.py` for models from the hub.
 
-The path has two simulated chips and everything else at its default, with a store of programs that all files share. A process that has
-imported what all need forks for each file. It can be stopped, and goes on where it was.
+The path has two simulated chips, default settings and one cache of programs for all files. A process that has imported all packages forks
+for each file. A run that was stopped resumes.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main():
 
 
 def passing() -> dict[str, list[str]]:
-    """Names of tests that plain upstream passes, by file."""
+    """Returns the names of tests that plain upstream passes, by file."""
     found: dict[str, list[str]] = {}
     names: list[str] = []
     _, *lines = gzip.decompress((HERE / "passes.txt.gz").read_bytes()).decode().splitlines()
@@ -92,7 +92,7 @@ def passing() -> dict[str, list[str]]:
 
 
 def prepare():
-    """What upstream's tests import, and the stand-ins of the hub's models, once."""
+    """Installs packages that upstream's tests import and makes the stand-ins of the hub's models, if they are missing."""
     if not (WORK / "packages").exists():
         into = ["--no-deps", "--target", WORK / "packages.draft"]
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", *into, *PACKAGES], check=True)
@@ -121,7 +121,7 @@ def results_of(file: str, folder: Path) -> Path:
 
 
 def started(tests: Path, file: str, names: list[str], folder: Path) -> int:
-    """The process that tests this file."""
+    """Starts a process that tests this file; returns its id."""
     results = results_of(file, folder)
     results.touch()
     child = os.fork()
@@ -137,7 +137,7 @@ def started(tests: Path, file: str, names: list[str], folder: Path) -> int:
 
 
 class Judge:
-    """A pytest plugin: runs tests of these names alone, and writes `[name, what it ended in]`, null where it passed, a line each."""
+    """A pytest plugin that runs the tests of these names and writes a line `[name, error]` for each, null if it passed."""
 
     def __init__(self, names: list[str], results: Path):
         self.names, self.results = frozenset(names), results
@@ -174,7 +174,7 @@ class Judge:
 
 
 def name_of(item) -> str:
-    """A test's name in its file."""
+    """Returns a test's name within its file."""
     return item.nodeid.partition("::")[2]
 
 
@@ -183,7 +183,7 @@ def _expired(*_):
 
 
 def judged(names: list[str], results: Path, status: int) -> dict:
-    """How many tests of a file plain upstream passes, and which of them were lost, each with what it ended in."""
+    """Returns the number of a file's tests that plain upstream passes, and the errors of those that are lost here."""
     found: dict[str, str | None] = {}
     for name, end in map(json.loads, results.read_text().splitlines()):
         found[name] = found.get(name) or end  # what a test ended in first

@@ -1,11 +1,11 @@
-"""Tiny stand-ins for the models that upstream's fast tests ask the hub for, in the layout of the hub's own cache.
+"""Writes tiny stand-ins for the models that upstream's fast tests load from the hub, in the layout of the hub's cache.
 
     python examples/tpu/results/upstream/standins.py DIR
 
-Most of those tests want a tokenizer or a tiny random text encoder only. Vocabularies and weights are others than the real ones': a test
-that compares with recorded numbers may fail with plain upstream too, and is then none of those that it passes. What a stand-in keeps is
-what tests count on: sizes, special tokens at their ids, about one token a word of a prompt's template. `standins.json` has the models
-with their configurations, other files, and the words.
+Most of those tests need only a tokenizer or a tiny random text encoder. Vocabularies and weights differ from the real ones: a test that
+compares with recorded numbers may fail with plain upstream too, and is then not among those that it passes. A stand-in has what tests
+depend on: sizes, ids of special tokens, about one token per word of a prompt's template. `standins.json` has the models' configurations,
+other files, and the words.
 """
 
 import json
@@ -26,7 +26,7 @@ PRINTABLE = [chr(code) for code in range(33, 127)]
 
 
 def snapshot(hub: Path, name: str) -> Path:
-    """The folder of a repository's only commit."""
+    """Returns the folder of a repository's only commit."""
     repository, commit = hub / f"models--{name.replace('/', '--')}", "0" * 39 + "1"
     folder = repository / "snapshots" / commit
     if not folder.exists():
@@ -37,7 +37,7 @@ def snapshot(hub: Path, name: str) -> Path:
 
 
 def byte_symbols() -> list[str]:
-    """How byte-level BPE writes each byte: itself where it is printable, else a letter from 256 on."""
+    """Returns the symbols of bytes in byte-level BPE: the byte if printable, else a character from 256 on."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     return [chr(byte) for byte in sorted(shown)] + [chr(256 + n) for n in range(256 - len(shown))]
 
@@ -47,7 +47,7 @@ def numbered(tokens) -> dict[str, int]:
 
 
 def words_as_tokens(words: list[str]) -> tuple[dict, list]:
-    """Vocabulary and merges of a byte-level BPE in which each word is one token, alone and after a space."""
+    """Returns vocabulary and merges of a byte-level BPE in which each word is one token, also after a space."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -59,7 +59,7 @@ def words_as_tokens(words: list[str]) -> tuple[dict, list]:
 
 
 def t5():
-    """Characters, 1,103 tokens."""
+    """Returns a T5 tokenizer of characters, with 1,103 tokens."""
     tokens = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     tokens += [(c, -3.0) for c in PRINTABLE] + [(f"▁{c}", -4.0) for c in PRINTABLE]
     tokens += [(f"⁂{n}", -50.0) for n in range(1003 - len(tokens))]
@@ -68,14 +68,17 @@ def t5():
 
 
 def clip():
-    """Byte-level characters, the last two tokens begin and end a text."""
+    """Returns a CLIP tokenizer of bytes, whose last two tokens begin and end a text."""
     symbols = byte_symbols()
     vocabulary = numbered([*symbols, *(f"{c}</w>" for c in symbols), "<|startoftext|>", "<|endoftext|>"])
     return tf.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
 
 
 def qwen():
-    """The words of templates, special tokens at the ids of Qwen2-VL. Pipelines that prepend a template drop a fixed number of its tokens."""
+    """Returns a Qwen2 tokenizer with special tokens at Qwen2-VL's ids, and one token per word of the templates.
+
+    Pipelines that prepend a template drop a fixed number of its tokens.
+    """
     vocabulary, merges = words_as_tokens(sorted({*TABLE["template"].split()}))
     specials = TABLE["qwen_tokens"].split()
     vocabulary |= {token: 151643 + n for n, token in enumerate(specials)}
@@ -84,13 +87,13 @@ def qwen():
 
 
 def gemma():
-    """Eight tokens, as many as the tests' encoders have."""
+    """Returns a Gemma tokenizer of eight tokens, as many as the tests' encoders have."""
     vocabulary = numbered(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", "a", "b"])
     return tf.GemmaTokenizer(vocab=vocabulary, merges=[], model_max_length=512)
 
 
 def llama():
-    """Characters."""
+    """Returns a Llama tokenizer of characters."""
     more = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>"]
     tokens = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *PRINTABLE, *more]
     return tf.LlamaTokenizer(
@@ -99,7 +102,7 @@ def llama():
 
 
 def bert():
-    """Characters."""
+    """Returns a BERT tokenizer of characters."""
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(t for c in PRINTABLE for t in (c, f"##{c}"))]
     return tf.BertTokenizer(vocab=numbered(tokens), model_max_length=512)
 
@@ -116,7 +119,7 @@ TOKENIZERS = {  # the folder in the repository is behind a colon
 
 
 def check(hub: Path):
-    """Tokenizers that find nothing in their folder come back empty, without an error."""
+    """Raises ValueError for tokenizers that load as empty, which they do without an error if files are missing."""
 
     def tokens(make, name: str, text: str) -> list[int]:
         return make.from_pretrained(snapshot(hub, name))(text)["input_ids"]
