@@ -110,6 +110,10 @@ def test_causality_and_the_window_of_the_settings():
         mask = (ahead <= right) & (ahead >= -70)
         assert relative(run(settings, q, k, v, is_causal=causal), formula(q, k, v, mask)) < 3e-6
     assert relative(run(settings, q, x, y), formula(q, x, y)) < 3e-6  # keys of another length have no window
+    with using(dataclasses.replace(settings, pad_tokens=11)):
+        padded = api.among_latents(*map(jnp.asarray, (q, k, v)))[:, :, :289]
+    mask = ((ahead <= 5) & (ahead >= -70))[:289, :289]
+    assert relative(padded, formula(*(part[:, :, :289] for part in (q, k, v)), mask)) < 3e-6
 
 
 @pytest.mark.parametrize("kernel", ["kernel", "splash"])

@@ -132,7 +132,7 @@ def among_latents(q: Queries, k: Keys, v: Values) -> Out:
     tokens = k.shape[2] - settings.pad_tokens
     if settings.pad_tokens:
         keys, near = (jnp.arange(k.shape[2]) < tokens)[None, None, None], _nearest(settings, tokens, k.shape[2])
-        mask = masks.Mask(keys=keys, whole=tokens, nearest=near)
+        mask = masks.Mask(keys=keys, band=settings.window, whole=tokens, nearest=near)
     with using(replace(settings, pad_tokens=0)):
         return attention(q, k, v, mask=mask)
 
@@ -172,8 +172,9 @@ def _program(settings: Settings, scale: float):
     """Jitted attention for calls outside of a trace."""
 
     def scaled_dot_product_attention(q, k, v, mask):
-        run, _ = _dispatch(settings, q, k, v, mask)
-        return run(q, k, v, mask=mask, scale=scale)
+        *operands, left = masks.in_scores(q, k, v, mask=mask, scale=scale)
+        run, _ = _dispatch(settings, *operands, left)
+        return run(*operands, mask=left, scale=scale)
 
     return jax.jit(scaled_dot_product_attention)
 
