@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import torch
@@ -15,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.ops import mappings
-from torchax.tensor import TENSOR_CONSTRUCTORS, OperatorNotFound, Tensor
 from torchax.tensor import Environment as _Environment
+from torchax.tensor import OperatorNotFound, Tensor
 
 from ..chips.hosts import process_count, put
 from ..common import notices
@@ -28,11 +27,11 @@ from .decisions import decided
 from .host_values import READS, plain, usable_outside
 from .layers import cast
 from .lines import asking_line
-from .on_host import drawn, is_draw, refusal
+from .on_host import drawn, refusal
+from .traits import Traits, traits_of
 
 
 DEVICE = torch.device("jax")
-RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -245,7 +244,7 @@ class Environment(_Environment):
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
 
-    def _computed(self, func, types, traits: "Traits", args: tuple, kwargs: dict):
+    def _computed(self, func, types, traits: Traits, args: tuple, kwargs: dict):
         """The result of torchax's operator, without torchax's own traversals of the arguments, which would change nothing here."""
         if traits.constructs or traits.moves:
             return super().dispatch(func, types, args, kwargs)
@@ -343,39 +342,6 @@ class Environment(_Environment):
         """A device tensor as a host tensor."""
         values = host_values.of_tensor(t)
         return from_numpy(t.jax() if values is None else values)
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What a torch function or operator does: it `draws` random numbers, `draws_new` tensors of them, `constructs` a tensor, makes
-    one of `lists` (`torch.tensor`), `moves` one between devices, `asks` for a tensor's value."""
-
-    name: str
-    is_overload: bool
-    draws: bool
-    draws_new: bool
-    constructs: bool
-    lists: bool
-    moves: bool
-    asks: bool
-    pointwise: bool
-
-
-@functools.cache
-def traits_of(func) -> Traits:
-    is_overload = isinstance(func, torch._ops.OpOverload)
-    name = func.name() if is_overload else func.__name__
-    return Traits(
-        name=name,
-        is_overload=is_overload,
-        draws=is_draw(func),
-        draws_new=func in RANDOM_CONSTRUCTORS,
-        constructs=func in TENSOR_CONSTRUCTORS,
-        lists=func == torch.tensor,  # true for its replacement as well (`idioms`)
-        moves=func == torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name,
-        asks=func in host_values.ASKING,
-        pointwise=is_overload and torch.Tag.pointwise in func.tags,
-    )
 
 
 def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,8 @@ def _accepted(run, of_first) -> dict[Connection, int]:
         while len(connections) < len(run.names) - 1:
             connection = _kept(listening.accept()[0])
             with contextlib.suppress(OSError, EOFError, ValueError):  # a stranger's words
-                said, number = connection.recv_bytes(100).decode().split() if connection.poll(FIRST_WORD) else ("", "0")
+                words = connection.recv_bytes(100) if connection.poll(FIRST_WORD) else b""
+                said, number = words.decode().split()
                 if secrets.compare_digest(said, word) and 0 < int(number) < len(run.names):
                     connections[connection] = int(number)
             if connection not in connections:
