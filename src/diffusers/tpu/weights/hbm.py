@@ -20,6 +20,7 @@ from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
 from ..chips.mesh import AXES
 from ..chips.sharding import STORAGE_AXES, ModelPlan, kind_of, parts_of, storage_axes, stored
 from ..common.config import TPUConfig
+from ..common.errors import OutOfHBM
 
 
 logger = logging.get_logger(__name__)
@@ -157,7 +158,7 @@ class HbmManager:
                 runner.storage = found[name] if runner.storage is None else runner.storage
 
     def place(self, runners):
-        """Loads weights onto the chips, while there is room. Raises ValueError for a model that does not fit even alone."""
+        """Loads weights onto the chips, while there is room. Raises OutOfHBM for a model that does not fit even alone."""
         runners = [*runners]
         for runner in runners:
             runner.executables.expect()
@@ -166,19 +167,19 @@ class HbmManager:
             self.load(runner) if runner in self._placed or self.free() >= _bytes(runner) else self.check(runner)
 
     def check_all(self, owner):
-        """Raises ValueError for a model of the pipeline that lacks weights, and for one that does not fit even alone."""
+        """Raises ValueError for a model of the pipeline that lacks weights, OutOfHBM for one that does not fit even alone."""
         for runner in self.orders[owner].values():
             runner.current()
             self.check(runner)
 
     def check(self, runner):
-        """Raises ValueError where the runner's weights, as last read, do not fit a chip."""
+        """Raises OutOfHBM where the runner's weights, as last read, do not fit a chip."""
         need = runner.bytes_per_chip
         if self.limit is None or need <= self.limit:
             return
         name, _ = self._name(runner)
         mesh = ", ".join(f"{axis} {degree}" for axis, degree in runner.mesh.shape.items())
-        raise ValueError(
+        raise OutOfHBM(
             f"expected the weights of {name} to fit a chip, got {need / GIB:.3g} GiB a chip ({runner.mesh.size} chips: {mesh})"
             f" for {self.limit / GIB:.3g} GiB: {self.hbm / GIB:.3g} GiB of HBM less what activations and programs need"
             " (TPUConfig.reserve_gib). Use more chips, a mesh whose dp and sp split weights further, or bfloat16; what would"
