@@ -247,10 +247,9 @@ def test_bands():
 def test_a_length_takes_keys_away(kv_len):
     masks = [None, Mask(band=(None, 0)), Mask(keys=jnp.asarray(draw(2, 1, 1, 7))), Mask(keys=jnp.ones((1, 3, 1, 7)))]
     length = 4 if kv_len == "traced" else kv_len
+    run = jax.jit(with_length, static_argnums=2) if kv_len == "traced" else with_length
     for mask in masks:
-        found = (
-            jax.jit(with_length, static_argnums=2)(mask, 4, 7) if kv_len == "traced" else with_length(mask, kv_len, 7)
-        )
+        found = run(mask, length, 7)
         expected = np.where(np.arange(7) < length, spread(mask, (2, 3, 7, 7)), -np.inf)
         np.testing.assert_array_equal(spread(found, (2, 3, 7, 7)), expected)
         assert kv_len != 7 or found is mask

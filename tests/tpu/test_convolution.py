@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from conftest import relative
-from diffusers.tpu import bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import convolution as convolution_kernel
-from diffusers.tpu.kernels import depthwise, linear
+from diffusers.tpu.kernels import depthwise
 from diffusers.tpu.kernels.convolution import LANES, MOST_WORK, Blocks, choose, convolution, tpu_convolution
-from diffusers.tpu.kernels.settings import Settings, using
+from diffusers.tpu.kernels.settings import Settings
+from test_linear import arrays, follows, noted, traced
 
 
 KERNEL = Settings(layers="kernel")
@@ -28,22 +28,8 @@ def draw(*shape):
     return torch.randn(shape).bfloat16()
 
 
-def arrays(*tensors):
-    return [jnp.asarray(bridge.as_numpy(tensor)) for tensor in tensors]
-
-
-def traced(settings, function):
-    """A function of torch's tensors as one of arrays, compiled with these settings."""
-
-    def of_arrays(*given):
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            return function(*map(bridge.to_torch, given)).jax()
-
-    return jax.jit(of_arrays)
-
-
 def rounding(exact) -> float:
-    return relative(exact.bfloat16().double().numpy(), exact.numpy())
+    return relative(exact.bfloat16(), exact)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +65,9 @@ def test_any_map(taps, edge, repeated, positions, blocks, bias, wide):
 
     for ours, oracle in zip(both(*given), (exact, (exact if wide else exact.bfloat16()) + residual)):
         assert ours.dtype == (jnp.float32 if wide else jnp.bfloat16)
-        ours = np.asarray(ours.astype(jnp.float32), np.float64).transpose(0, 4, 1, 2, 3)
-        oracle = oracle.double().numpy()
-        assert relative(ours, oracle) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
+        assert relative(np.asarray(ours, np.float64).transpose(0, 4, 1, 2, 3), oracle) < (
+            1e-5 if wide else 1.05 * rounding(exact)
+        ), (x.shape, w.shape, blocks)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -98,8 +84,8 @@ def test_a_map_whose_positions_become_four(blocks, features, wide):
     blocks = blocks or choose((lines, frames, positions), 64, features, taps, doubled=True)
     how = {"blocks": blocks, "edge": 1, "doubled": True, "wide": wide, "interpret": True}
     given = arrays(x.permute(0, 2, 3, 4, 1), w.permute(2, 3, 0, 1)[:, None], b)
-    ours = np.asarray(jax.jit(lambda *given: tpu_convolution(*given, **how))(*given).astype(jnp.float32), np.float64)
-    assert relative(ours, exact.numpy()) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
+    ours = jax.jit(lambda *given: tpu_convolution(*given, **how))(*given)
+    assert relative(ours, exact) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +107,7 @@ def test_a_map_whose_positions_become_four(blocks, features, wide):
 )
 def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps, given):
     """The others are the compiler's; all have torch's values."""
-    given, runs, run = dict(given), [], tpu_convolution
-    monkeypatch.setattr(convolution_kernel, "tpu_convolution", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
+    given, runs = dict(given), noted(monkeypatch, convolution_kernel, "tpu_convolution", lambda *_, **how: True)
     channels = given.pop("channels", 128)
     x, w, b = draw(2, channels, *size), draw(64, channels // given.get("groups", 1), *taps), draw(64)
     padded, of_torch = given.pop("padded", None), F.conv2d if len(size) == 2 else F.conv3d
@@ -132,7 +117,7 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
 
     exact, found = convolved(x.double(), w.double(), b.double()), traced(KERNEL, convolved)(*arrays(x, w, b))
     assert bool(runs) == taken
-    assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+    assert relative(found, exact) < 1.05 * rounding(exact)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +129,7 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
 def test_one_of_each_channel_alone(chips, monkeypatch, batch, rows, positions, mesh, taken, bias):
     """By its kernel, but for a map of two rows; positions that are no whole registers, a last block of channels that is not full. Of
     chips that share the map each has some rows, the last ones fewer, unless there are too few."""
-    runs, run = [], depthwise._by_kernel
-    monkeypatch.setattr(depthwise, "_by_kernel", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
+    runs = noted(monkeypatch, depthwise, "_by_kernel", lambda *_, **how: True)
     monkeypatch.setattr(depthwise, "BLOCK_BYTES", 1 << 17)
     channels = 128 + 8 * int(np.random.default_rng().integers(100))
     x, w, b = draw(batch, channels, rows, positions), draw(channels, 1, 3, 3), draw(channels)
@@ -156,16 +140,14 @@ def test_one_of_each_channel_alone(chips, monkeypatch, batch, rows, positions, m
 
     exact, found = convolved(x.double(), w.double(), b.double()), traced(settings, convolved)(*arrays(x, w, b))
     assert bool(runs) == taken
-    assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+    assert relative(found, exact) < 1.05 * rounding(exact)
 
 
 def test_one_of_each_position_on_all_chips(chips):
     x, w, b = draw(1, 72, 24, 5), draw(40, 72, 1, 1), draw(40)
-
     run = traced(Settings(mesh=make_mesh(chips, (1, 8, 1))), F.conv2d)
     exact = F.conv2d(x.double(), w.double(), b.double())
-    found = np.asarray(run(*arrays(x, w, b)).astype(jnp.float32), np.float64)
-    assert relative(found, exact.numpy()) < 1.05 * rounding(exact)
+    assert relative(run(*arrays(x, w, b)), exact) < 1.05 * rounding(exact)
     assert "convolution" not in run.lower(*arrays(x, w, b)).as_text()  # which the partitioner takes apart
 
 
@@ -174,19 +156,13 @@ def test_one_of_each_position_on_all_chips(chips):
 )
 def test_chips_share_images(chips, monkeypatch, images, given, taken):
     """Five on eight chips, each of which has whole ones and the kernel."""
-    runs, run = [], tpu_convolution
-    monkeypatch.setattr(
-        convolution_kernel, "tpu_convolution", lambda *a, **k: (runs.append(len(a[0])), run(*a, **k))[1]
-    )
+    runs = noted(monkeypatch, convolution_kernel, "tpu_convolution", lambda x, *_, **how: len(x))
     settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 4, 1)))
     x, w, b = draw(images, 64, 9, 12), draw(64, 64, 3, 3), draw(64)
-
-    exact, found = (
-        F.conv2d(x.double(), w.double(), b.double(), **given),
-        traced(settings, functools.partial(F.conv2d, **given))(*arrays(x, w, b)),
-    )
+    exact = F.conv2d(x.double(), w.double(), b.double(), **given)
+    found = traced(settings, functools.partial(F.conv2d, **given))(*arrays(x, w, b))
     assert runs == ([1] if taken else [])
-    assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+    assert relative(found, exact) < 1.05 * rounding(exact)
 
 
 AFTER = {
@@ -200,14 +176,8 @@ AFTER = {
 def test_one_of_each_position_is_a_linear_layer(monkeypatch, features, words):
     """With what follows it. A number for each position is no gate of a layer's, though there be as many as features."""
     follow, second = AFTER[words]
-    asked, fast = [], linear.linear
-
-    def noting(*given, **how):
-        asked.append([given[3], *(x is not None for x in given[5:7])])
-        return fast(*given, **how)
-
+    asked = noted(monkeypatch, layers, "fast_linear", follows)
     monkeypatch.setattr(convolution_kernel, "tpu_convolution", None)
-    monkeypatch.setattr(layers, "fast_linear", noting)
     flat = words == "along one axis"
     size = (8, 16) if flat else (9, 11)
     x, w, b = draw(2, 320, *size), draw(features, 320, 1, 1), draw(features)
@@ -220,8 +190,7 @@ def test_one_of_each_position_is_a_linear_layer(monkeypatch, features, words):
     given = x, w, b, h, g
     exact, theirs, found = run(*(t.double() for t in given)), run(*given), traced(KERNEL, run)(*arrays(*given))
     assert asked == [["", False, False], *([] if second is None else [second])]
-    error = relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy())
-    assert error < 1.05 * relative(theirs.double().numpy(), exact.numpy())
+    assert relative(found, exact) < 1.05 * relative(theirs, exact)
 
 
 def test_weights_of_one_layer_of_a_stack():

@@ -65,9 +65,7 @@ def assert_upstreams(theirs, given: dict, mesh, again: bool, kernel: str, call=N
             theirs = copy.deepcopy(theirs)
             ours.enable_gradient_checkpointing(), theirs.enable_gradient_checkpointing()
             patch.setattr(DifferentiatedCall, "_room", lambda self: 0.0)
-        found, expected = (
-            gradients(model, given, call and functools.partial(call, model)) for model in (ours, theirs)
-        )
+        found, expected = (gradients(m, given, call and functools.partial(call, m)) for m in (ours, theirs))
     assert_alike(found, expected)
     assert not tpu.report(ours)["eager"]
 
@@ -170,19 +168,8 @@ def test_the_script_teaches_the_shipped_model_a_shape(root, tmp_path):
     """TRAINING.md's lines; the scorer names it."""
     models, clips = root / "examples/tpu/models", tmp_path / "clips"
     run_python(models / "draw_clips.py", "diamond", clips, "--count", 48)
-    words = [
-        "--model",
-        models / "wan-shapes",
-        "--data",
-        clips,
-        "--dtype",
-        "float32",
-        "--batch-size",
-        8,
-        "--learning-rate",
-        2e-3,
-    ]
-    script = root / "examples/tpu/train_lora.py"
+    where = ["--model", models / "wan-shapes", "--data", clips, "--output", tmp_path / "out"]
+    how = ["--dtype", "float32", "--batch-size", 8, "--learning-rate", 2e-3, "--steps", 300]
     shown = [
         "--validation-prompt",
         "a green diamond moving left",
@@ -191,6 +178,6 @@ def test_the_script_teaches_the_shipped_model_a_shape(root, tmp_path):
         "--validation-guidance",
         2,
     ]
-    run_python(script, *words, *shown, "--steps", 300, "--output", tmp_path / "out", DIFFUSERS_TPU="cpu")
+    run_python(root / "examples/tpu/train_lora.py", *where, *how, *shown, DIFFUSERS_TPU="cpu")
     named = run_python(models / "score_wan_shapes.py", tmp_path / "out/validation.mp4").stdout
     assert "green diamond left" in named

@@ -25,9 +25,8 @@ SHAPES = {
     "text": (B, L, C),
     "latents": (B, T, C),
     "weight": (C, C),
-    "cos": (L + T, D),
-    "sin": (L + T, D),
     "norm": (D,),
+    **dict.fromkeys(("cos", "sin"), (L + T, D)),
 }
 
 

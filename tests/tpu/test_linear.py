@@ -1,6 +1,7 @@
 """Oracles: float64 for the linear kernel, and upstream's own modules in one process for where it is used."""
 
 import copy
+import functools
 import itertools
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
 import tiny
 from conftest import relative, slow, wide
@@ -32,6 +34,32 @@ ACTIVATIONS = {"": lambda x: x, "silu": F.silu, "gelu_tanh": lambda x: F.gelu(x,
 
 def draw(*shape, dtype=jnp.bfloat16):
     return jnp.asarray(np.random.default_rng().standard_normal(shape), dtype)
+
+
+def arrays(*tensors) -> list[jax.Array]:
+    return [jnp.asarray(bridge.as_numpy(tensor.detach().contiguous())) for tensor in tensors]
+
+
+def traced(settings, function):
+    """A function of torch's tensors as one of arrays, compiled with these settings."""
+
+    def of_arrays(*given):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            return tree_map(lambda tensor: tensor.jax(), function(*map(bridge.to_torch, given)))
+
+    return jax.jit(of_arrays)
+
+
+def noted(monkeypatch, module, name, what) -> list:
+    """What `what` gives of the arguments of each call of a module's function from here on."""
+    calls, run = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given, **how: (calls.append(what(*given, **how)), run(*given, **how))[1])
+    return calls
+
+
+def follows(*given, **how) -> list:
+    """Of a call of `fast_linear`: its activation, whether it has a gate, and a residual."""
+    return [given[3], *(x is not None for x in given[5:7])]
 
 
 def activated(activation: str, x: np.ndarray) -> np.ndarray:
@@ -72,8 +100,7 @@ def test_blocks_fit_and_keep_the_units_busy(generation):
 @pytest.mark.parametrize("rows, samples", [(1040, 1), (1042, 3), (78, 1)])
 def test_samples_whose_last_rows_fill_no_register_stay_apart(monkeypatch, rows, samples):
     """To make their rows one's would be a copy."""
-    kernel, given = linear.tpu_linear, []
-    monkeypatch.setattr(linear, "tpu_linear", lambda x, *a, **how: given.append(x.shape[0]) or kernel(x, *a, **how))
+    given = noted(monkeypatch, linear, "tpu_linear", lambda x, *_, **how: x.shape[0])
     x, w = draw(3, rows, 256), draw(256, 256)
     ours, exact = linear.linear(x, w, None, "", KERNEL), wide(x) @ wide(w).T
     assert given == [samples]
@@ -224,25 +251,13 @@ def test_an_activation_a_gate_and_a_residual_after_a_layer_are_the_layers(chips,
     The layer's own result is dead code where it does what follows.
     """
     follow, second = FOLLOWING[words]
-    asked, fast = [], linear.linear
-
-    def noting(*given, **split):
-        asked.append([given[3], *(x is not None for x in given[5:7])])
-        return fast(*given, **split)
-
-    monkeypatch.setattr(layers, "fast_linear", noting)
+    asked = noted(monkeypatch, layers, "fast_linear", follows)
     layer = torch.nn.Linear(128, 256).bfloat16()
     x, h, g = torch.randn(2, 150, 128).bfloat16(), torch.randn(2, 150, 256).bfloat16(), torch.randn(2, 1, 256)
-    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias, h, g)]
+    given = arrays(x, layer.weight, layer.bias, h, g)
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
-
-    def run(*arrays):
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            x, w, b, h, g = map(bridge.to_torch, arrays)
-            return follow(F.linear(x, w, b), h, g).jax()
-
     theirs, exact = follow(layer(x), h, g), follow(layer.double()(x.double()), h.double(), g.double())
-    ours = jax.jit(run)(*arrays)
+    ours = traced(settings, lambda x, w, b, h, g: follow(F.linear(x, w, b), h, g))(*given)
     assert asked == [[""], *([] if second is None else [second])]
     assert ours.dtype == (jnp.float32 if words == "in float32" else jnp.bfloat16)
     assert relative(ours, exact) < 1.05 * relative(theirs, exact)
@@ -252,27 +267,18 @@ def test_an_activation_a_gate_and_a_residual_after_a_layer_are_the_layers(chips,
 @torch.no_grad()
 def test_a_layer_of_channels_side_by_side_reads_them_where_they_are(chips, monkeypatch, degrees, own):
     """As FLUX's blocks of one stream: attention's beside the feed-forward's. Of what fills no whole lanes they are put together."""
-    asked, fast = [], linear.tpu_linear
-    monkeypatch.setattr(
-        linear, "tpu_linear", lambda *a, **k: (asked.append(k["beside"] is not None), fast(*a, **k))[1]
-    )
+    asked = noted(monkeypatch, linear, "tpu_linear", lambda *_, beside, **how: beside is not None)
     layer, tokens = torch.nn.Linear(own + 320, 256).bfloat16(), int(np.random.default_rng().integers(9, 300))
     h, first, last = (torch.randn(2, tokens, size).bfloat16() for size in (256, own, 320))
     g = torch.randn(2, 1, 256).bfloat16()
-    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (layer.weight, layer.bias, first, last, h, g)]
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
 
-    def run(*arrays):
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            w, b, first, last, h, g = map(bridge.to_torch, arrays)
-            return (h + g * F.linear(torch.cat([first, last], dim=2), w, b)).jax()
+    def run(w, b, first, last, h, g):
+        return h + g * F.linear(torch.cat([first, last], dim=2), w, b)
 
-    def upstream(layer, first, last, h, g):
-        return h + g * layer(torch.cat([first, last], dim=2))
-
-    theirs = upstream(layer, first, last, h, g)
-    exact = upstream(layer.double(), *(t.double() for t in (first, last, h, g)))
-    assert relative(jax.jit(run)(*arrays), exact) < 1.05 * relative(theirs, exact)
+    given = layer.weight, layer.bias, first, last, h, g
+    ours, theirs, exact = traced(settings, run)(*arrays(*given)), run(*given), run(*(t.double() for t in given))
+    assert relative(ours, exact) < 1.05 * relative(theirs, exact)
     assert set(asked) == {own % 128 == 0}
 
 
@@ -313,32 +319,27 @@ def test_a_layer_times_another_ones_activation(chips, monkeypatch, words, degree
     """Upstream's operations in float64; weights by themselves and of a stack; frames beside frames, whose rows change places."""
     follow, taken = GATED[words]
     split = 0 if degrees == (2, 2, 2) else None  # outputs over `tp`
-    found, fast, taken = [], linear.tpu_linear, taken and (split is None or words == "two layers")
-    monkeypatch.setattr(
-        linear, "tpu_linear", lambda *a, **k: (found.append(k["factor"] is not None), fast(*a, **k))[1]
-    )
+    taken = taken and (split is None or words == "two layers")
+    found = noted(monkeypatch, linear, "tpu_linear", lambda *_, factor, **how: factor is not None)
     rng, layer, other = np.random.default_rng(), *(torch.nn.Linear(320, 256).bfloat16() for _ in range(2))
     shape = (2, int(rng.integers(9, 300))) if degrees else (16, int(rng.integers(9, 40)))
     x = torch.randn(*shape, 320).bfloat16()
-    arrays = [
-        jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias, other.weight, other.bias)
-    ]
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
 
-    def run(stacked, *arrays):
+    def run(stacked, x, *of_layers):
         def lying(w):
-            stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)
-            return layers.lying(bridge.to_torch(w), split, stack if stacked else None)
+            stack = jnp.stack([-w.jax(), w.jax(), 2 * w.jax()]), jnp.int32(1)
+            return layers.lying(w, split, stack if stacked else None)
 
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            x, w, b, v, c = (lying(t) if t.ndim == 2 else bridge.to_torch(t) for t in arrays)
-            return follow(F.linear(x, w, b), F.linear(x, v, c)).jax()
+        w, b, v, c = (lying(t) if t.ndim == 2 else t for t in of_layers)
+        return follow(F.linear(x, w, b), F.linear(x, v, c))
 
     theirs = follow(layer(x), other(x))
     exact = follow(layer.double()(x.double()), other.double()(x.double()))
+    given = arrays(x, *layer.bfloat16().parameters(), *other.bfloat16().parameters())
     for stacked in (False, True):
         found.clear()
-        ours = jax.jit(run, static_argnums=0)(stacked, *arrays)
+        ours = traced(settings, functools.partial(run, stacked))(*given)
         assert any(found) == taken
         assert relative(ours, exact) < 1.05 * relative(theirs, exact), stacked
 
@@ -352,8 +353,7 @@ def test_wans_transformer_by_all_kernels(attach, own_store, monkeypatch, degrees
     sizes = {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 768, "num_layers": 2, "text_dim": 128}
     model = WanTransformer3DModel(patch_size=(1, 2, 2), rope_max_seq_len=32, **sizes).eval()
     model = tiny.with_uneven_norms(model).bfloat16()
-    taken, fast = [], linear.tpu_linear
-    monkeypatch.setattr(linear, "tpu_linear", lambda *a, **k: (taken.append(a[1].shape), fast(*a, **k))[1])
+    taken = noted(monkeypatch, linear, "tpu_linear", lambda x, w, *_, **how: w.shape)
     arguments = torch.randn(2, 16, *tokens).bfloat16(), torch.tensor([900, 20]), torch.randn(2, 24, 128).bfloat16()
     with torch.no_grad():
         theirs = model(*arguments, return_dict=False)[0]

@@ -13,14 +13,13 @@ from conftest import relative, wide
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
-from diffusers.tpu import bridge
 from diffusers.tpu.bridge import norms
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import rotary
 from diffusers.tpu.kernels.norm import Norm
 from diffusers.tpu.kernels.rotary import normed_and_rotated
-from diffusers.tpu.kernels.settings import Settings, using
-from test_linear import draw
+from diffusers.tpu.kernels.settings import Settings
+from test_linear import arrays, draw, traced
 
 
 def normed(x, size: int, weight, bias=None, centred: bool = False) -> np.ndarray:
@@ -138,16 +137,12 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, r
     x, tables = torch.randn(2, 150, 4, 128).bfloat16(), torch.rand(2, 150, 128)
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
 
-    def traced(weight, *arrays):
-        with using(settings), bridge.environment():
-            weight, x, *tables = (bridge.to_torch(array) for array in (weight, *arrays))
-            own = functools.partial(torch.func.functional_call, norm, {"weight": weight})
-            again = run(x, lambda x: own(x) + 0, tables)  # not the norm's own
-            return run(x, own, tables).jax(), again.jax()
+    def both(weight, x, *tables):
+        own = functools.partial(torch.func.functional_call, norm, {"weight": weight})
+        return run(x, own, tables), run(x, lambda x: own(x) + 0, tables)  # the second is not the norm's own
 
     run = ROTATIONS[rotation]
-    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (norm.weight, x, *tables)]
-    ours, _ = jax.jit(traced)(*arrays)
+    ours, _ = traced(settings, both)(*arrays(norm.weight, x, *tables))
     exact = run(x.double(), copy.deepcopy(norm).double(), tables.double()).detach()
     assert len(asked) == (2 if rotation == "text and latents" else 1) and all(result is not None for result in asked)
     assert relative(ours, exact) < 1.02 * relative(run(x, norm, tables).detach(), exact)
@@ -176,15 +171,10 @@ def test_heads_that_are_not_rotated_are_normed_by_the_kernel(chips, degrees, hea
     x = x.transpose(1, 2) if heads_first else x
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
 
-    def run(x, *weights):
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            own = {"weight": bridge.to_torch(weight) for weight in weights}
-            return torch.func.functional_call(norm, own, bridge.to_torch(x)).jax()
-
-    arrays = [jnp.asarray(bridge.as_numpy(t.detach().contiguous())) for t in (x, *norm.parameters())]
-    assert "rotary_kernel" in str(jax.make_jaxpr(run)(*arrays))
-    exact = copy.deepcopy(norm).float()(x.float())
-    assert relative(jax.jit(run)(*arrays), exact) < 1.02 * relative(norm(x), exact)
+    run = traced(settings, lambda x, *own: torch.func.functional_call(norm, dict(zip(["weight"], own)), x))
+    given, exact = arrays(x, *norm.parameters()), copy.deepcopy(norm).float()(x.float())
+    assert "rotary_kernel" in str(jax.make_jaxpr(run)(*given))
+    assert relative(run(*given), exact) < 1.02 * relative(norm(x), exact)
 
 
 # Upstream's words for a norm over all channels and what follows it, whether it is of float32, and for how many steps the kernel is asked.
@@ -237,17 +227,11 @@ def test_what_follows_a_norm_is_the_norms(chips, monkeypatch, degrees, words, ki
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
     names, weights = zip(*norm.named_parameters()) if affine else ((), ())
 
-    def run(weights, *arrays):
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            weights, arrays = ([bridge.to_torch(array) for array in some] for some in (weights, arrays))
-            own = functools.partial(torch.func.functional_call, norm, dict(zip(names, weights)))
-            x, s, t = arrays
-            return follow(x, own, s, t).jax()
+    def run(x, s, t, *weights):
+        own = functools.partial(torch.func.functional_call, norm, dict(zip(names, weights)))
+        return follow(x, own, s, t)
 
-    def on_jax(*tensors):
-        return [jnp.asarray(bridge.as_numpy(tensor.detach())) for tensor in tensors]
-
-    ours = jax.jit(run)(on_jax(*weights), *on_jax(x, s, t))
+    ours = traced(settings, run)(*arrays(x, s, t, *weights))
     theirs, exact = follow(x, norm, s, t), follow(x.float(), copy.deepcopy(norm).float(), s, t)
     if kind is RMSNorm:
         steps = [] if in_float32 else [0, *(1 + n for n in steps)] if affine else steps

@@ -20,6 +20,7 @@ from diffusers.tpu import bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.kernels.settings import Settings, using
 from test_bridge import env, on_chip, on_host  # noqa: F401
+from test_linear import traced
 
 
 pytestmark = pytest.mark.usefixtures("idioms")  # as users have them
@@ -225,9 +226,7 @@ def test_a_convolution_does_the_padding_before_it(env, pad, written):
 EVEN, FLOAT = (..., slice(0, None, 2)), torch.float32
 CASTS = [
     (torch.bfloat16, EVEN, torch.randn(2, 3, 2)),
-    (torch.bool, EVEN, 1),
-    (torch.int32, EVEN, 1.7),
-    (FLOAT, EVEN, True),
+    *((to, EVEN, x) for to, x in ((torch.bool, 1), (torch.int32, 1.7), (FLOAT, True))),
 ]
 MORE_AXES = [(FLOAT, p, torch.randn(s)) for p, s in ((1, (1, 4)), ((0, 2), (1,)), (slice(1), (1, 1, 3, 4)))]
 
@@ -433,11 +432,7 @@ def test_rows_that_end_within_a_register_are_put_one_behind_the_other(monkeypatc
     """As a reshape the TPU's compiler takes minutes for them."""
     monkeypatch.setattr(layers, "MANY_ENTRIES", 1)
     x = np.random.randn(6, rows, 16).astype(np.float32)
-
-    def run(x):
-        with using(Settings(layers="kernel")), bridge.quiet_integers(), bridge.environment():
-            return bridge.to_torch(x).view(2, -1, 16).jax()
-
-    joined = [e for e in jax.make_jaxpr(run)(x).eqns if e.primitive.name == "concatenate"]
+    run = traced(Settings(layers="kernel"), lambda x: x.view(2, -1, 16))
+    joined = [e for e in run.trace(x).jaxpr.eqns if e.primitive.name == "concatenate"]
     assert [len(e.invars) for e in joined] == ([parts] if parts else [])
-    np.testing.assert_array_equal(jax.jit(run)(x), x.reshape(2, -1, 16))
+    np.testing.assert_array_equal(run(x), x.reshape(2, -1, 16))

@@ -185,26 +185,13 @@ def stepped_by_hooks(training):
     training.optimizer.register_step_pre_hook(tripled)
 
 
-@pytest.mark.parametrize(
-    "between",
-    [
-        (aliased, written, regularized, looked_at, aliased, averaged, averaged, copied, replaced),
-        (
-            averaged,
-            hooked,
-            averaged,
-            frozen,
-            averaged,
-            resumed,
-            thawed,
-            left,
-            averaged,
-            stepped_by_hooks,
-            off,
-            written,
-        ),
-    ],
-)
+BETWEEN = [
+    (aliased, written, regularized, looked_at, aliased, averaged, averaged, copied, replaced),
+    (averaged, hooked, averaged, frozen, averaged, resumed, thawed, left, averaged, stepped_by_hooks, off, written),
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
 def test_what_a_script_does_between_steps(chips, between):
     theirs, ours = (Training(model, between=between, lr=1e-3).run(len(between) + 1) for model in pair())
     assert_alike(ours, theirs)

@@ -28,7 +28,7 @@ from diffusers.tpu.pipelines.plans import flax_class, module_plan
 
 # By name: upstream's `class`, `sizes`, `pixels` to a latent, `frames` to one: none for images. `cases`: mesh, batch, frames, height and
 # width of latents, changes of sizes, why. `tiles`: mesh, what `enable_tiling` is given, frames, height and width; the last are smaller.
-# `refused`, in plain JAX: settings, sizes, tiles, shapes of what is encoded or decoded, tiles of such a shape; what is said.
+# `refused`, in plain JAX: settings, changes of sizes, tiles, shapes of what is encoded or decoded, tiles of such a shape; what is said.
 FAMILIES = table("test_vae")
 
 
@@ -151,11 +151,11 @@ def test_tiles_equal_upstream(attach, case):
     assert_equal(ours, theirs, latents, video)
 
 
-@pytest.mark.parametrize("family, frames, name", [("wan2.1", 5, "_decode"), slow("kl", 0, "tiled_decode")])
+@pytest.mark.parametrize("family, frames, name", [("wan2.1 small", 5, "_decode"), slow("kl", 0, "tiled_decode")])
 def test_a_method_of_the_users_own(attach, family, frames, name):
     """In the place of upstream's; it calls the tiled form by position and by name."""
     theirs, ours = both(family, attach, (1, 2, 1), **({"sample_size": 20} if family == "kl" else {}))
-    latents, video = draw(family, 1, frames, 5, 6)
+    latents, _ = draw(family, 1, frames, 3, 6)
 
     def mixed(vae, z, return_dict=True):
         tiles = vae.tiled_decode if name == "_decode" else functools.partial(type(vae).tiled_decode, vae)
@@ -163,9 +163,9 @@ def test_a_method_of_the_users_own(attach, family, frames, name):
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     for vae in (theirs, ours):
-        vae.enable_tiling(*([32, 32, 24, 24] if family == "wan2.1" else []))
+        vae.enable_tiling(*([8, 8, 6, 6] if name == "_decode" else []))
         setattr(vae, name, functools.partial(mixed, vae))
-    assert_equal(ours, theirs, latents, video)
+    assert relative(decoded(ours, latents), decoded(theirs, latents)) < 1e-5
 
 
 @pytest.mark.parametrize("family, frames", [slow("wan2.1", 8), slow("kl", 0)])
@@ -202,9 +202,10 @@ def test_in_bfloat16_within_upstreams_error(attach, family, height, width):
     assert max(ratios) < 1.25, ratios  # measured: 0.73 to 1.10
 
 
+HALVED = {"spatial_compression_ratio": 2, "temporal_compression_ratio": 2}
 WIDE = [
     ("wan2.1 small", {"base_dim": 64}, (1, 2, 1)),
-    ("hunyuanvideo1.5 small", {"block_out_channels": (64, 64, 128)}, (1, 1, 1)),
+    ("hunyuanvideo1.5 small", {"block_out_channels": (64, 128), **HALVED}, (1, 1, 1)),
     slow("cogvideox", {"block_out_channels": (128, 128, 128), "sample_height": 64}, (1, 2, 1)),
 ]
 
@@ -265,7 +266,9 @@ def test_norm_by_place(rows, finer, silu):
     assert error("kernel") < 1.01 * error("xla") < 1e-2, (error("kernel"), error("xla"))
 
 
-@pytest.mark.parametrize("family", ["wan2.1", *map(slow, ("wan2.2 nnx", "hunyuanvideo1.5 nnx", "cogvideox nnx"))])
+@pytest.mark.parametrize(
+    "family", ["wan2.1 small", *map(slow, ("wan2.2 nnx", "hunyuanvideo1.5 nnx", "cogvideox nnx"))]
+)
 def test_one_step_whatever_the_number_of_frames(attach, family):
     """What is compiled does not grow with the video; chips exchange edge columns and the middle's keys, or statistics, nothing else."""
     _, ours = both(family, attach, (1, 8, 1))

@@ -70,7 +70,6 @@ VIDEOS = [  # pipeline, changes of its parts, mesh, changes of the call
     ("wan", {}, (2, 2, 2), ODD | PAIR),
     ("wan_i2v", {}, (2, 4, 1), ODD | PAIR),
     ("hunyuan15", {}, None, GLYPHS),
-    ("hunyuan15_i2v", {}, None, {"num_frames": 9}),
     ("cogvideox_i2v", {}, (1, 1, 1), {}),
 ]
 SLOW = [
@@ -155,14 +154,45 @@ def test_bfloat16_within_upstreams_error(chips, kind, parts, draws):
     assert relative(videos(half), oracle) < 1.25 * relative(theirs, oracle)
 
 
+@pytest.fixture
+def copies(monkeypatch) -> list:
+    """(way, size, dtype) of each array that crosses between host and device from here on."""
+    seen, environment = [], type(bridge.environment())
+
+    def watch(name):
+        original = getattr(environment, name)
+
+        def watched(self, args):
+            for x in tree_leaves(args):
+                if hasattr(x, "shape"):
+                    seen.append((name, x.size if isinstance(x, jax.Array) else x.numel(), x.dtype))
+            return original(self, args)
+
+        monkeypatch.setattr(environment, name, watched)
+
+    watch("j2t_copy")
+    watch("t2j_copy")
+    return seen
+
+
 @pytest.mark.parametrize("kind", [slow("wan"), "wan_a14b"])
-def test_one_compilation_for_all_steps_and_experts_and_none_for_a_second_prompt(chips, kind):
-    pipe = tpu.install(tiny.make(kind))
+def test_one_compilation_for_all_steps_experts_and_prompts_and_latents_stay_on_the_device(chips, copies, kind):
+    pipe, steps = tpu.install(tiny.make(kind)), []
+    step = pipe.scheduler.step
+
+    def watched_step(predicted, timestep, latents, **kwargs):
+        steps.append(len(copies))
+        assert bridge.on_device(latents) and bridge.on_device(predicted)
+        return step(predicted, timestep, latents, **kwargs)
+
     models = {"text_encoder", "transformer", "vae", *(["transformer_2"] if kind == "wan_a14b" else [])}
     for changes in ({}, {"prompt": "a circle", "num_inference_steps": 5}):
+        pipe.scheduler.step = watched_step if not changes else step
         pipe(**tiny.arguments(kind, **changes))
         parts = tpu.report(pipe)["components"]
         assert {name: len(part["programs"]) for name, part in parts.items()} == dict.fromkeys(models, 1)
+    between = [size for _, size, _ in copies[steps[0] : steps[-1]]]
+    assert len(steps) == 3 and max(between, default=0) < 16  # coefficients
     programs = [part["programs"][0] for name, part in parts.items() if name.startswith("transformer")]
     calls = [program["calls"] for program in programs]
     assert min(calls) > 1 and sum(calls) == 3 + 5 and {program["branches"] for program in programs} == {2}
@@ -190,42 +220,6 @@ def test_weights_are_split_where_a_program_has_no_room_beside_them(chips, own_st
     assert [sentence for sentence in warned if "split over the chips from here on" in sentence]
 
 
-@pytest.fixture
-def copies(monkeypatch) -> list:
-    """(way, size, dtype) of each array that crosses between host and device from here on."""
-    seen, environment = [], type(bridge.environment())
-
-    def watch(name):
-        original = getattr(environment, name)
-
-        def watched(self, args):
-            for x in tree_leaves(args):
-                if hasattr(x, "shape"):
-                    seen.append((name, x.size if isinstance(x, jax.Array) else x.numel(), x.dtype))
-            return original(self, args)
-
-        monkeypatch.setattr(environment, name, watched)
-
-    watch("j2t_copy")
-    watch("t2j_copy")
-    return seen
-
-
-def test_latents_stay_on_the_device_between_first_and_last_step(chips, copies):
-    pipe, steps = tpu.install(tiny.make("wan_a14b")), []
-    step = pipe.scheduler.step
-
-    def watched_step(predicted, timestep, latents, **kwargs):
-        steps.append(len(copies))
-        assert bridge.on_device(latents) and bridge.on_device(predicted)
-        return step(predicted, timestep, latents, **kwargs)
-
-    pipe.scheduler.step = watched_step
-    pipe(**tiny.arguments("wan_a14b", num_inference_steps=4))
-    between = [size for _, size, _ in copies[steps[0] : steps[-1]]]
-    assert len(steps) == 4 and max(between, default=0) < 16  # coefficients
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pictures_leave_the_device_as_bytes(chips, dtype, copies):
     video, processor = torch.randn(2, 3, 5, 9, 7).to(dtype), VideoProcessor()  # some values beyond -1 and 1
@@ -251,29 +245,32 @@ def test_what_upstream_refuses_is_refused_before_anything_is_compiled(chips):
 # HunyuanVideo-1.5
 
 
-def test_the_video_depends_on_the_image_and_prompts_of_four_lengths_share_programs(chips):
-    """Without glyphs their encoder is not asked; with them for each prompt by itself."""
-    pipe, call = made("hunyuan15_i2v"), functools.partial(tiny.arguments, "hunyuan15_i2v")
-    tpu.install(pipe, TPUConfig(mesh=(2, 4, 1)))
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """An entry each time that a tensor is read to see whether there is an image."""
+    times = []
+    monkeypatch.setattr(plan, "_is_zero", asked_once(lambda tensor: times.append(1) or not bool(tensor.any())))
+    return times
+
+
+def test_the_video_is_of_its_image_and_prompts_of_four_lengths_share_programs(chips, asked):
+    """Whether there is an image is asked once, which waits for the device. Glyphs' encoder is called for prompts that have some, one by one."""
+    call = functools.partial(tiny.arguments, "hunyuan15_i2v")
+    pipe = assert_upstreams("hunyuan15_i2v", {}, (2, 4, 1), call(num_frames=9))
+    assert asked == [1]
     images = PIL.Image.new("RGB", (48, 32), "red"), tiny.picture(32, 48)
-    red, other = (np.asarray(pipe(**call(image=image)).frames) for image in images)
+    red, other = (pipe(**call(image=image, num_frames=9, output_type="latent")).frames for image in images)
     assert relative(red, other) > 0.01
     for words in (0, 1, 5, 9):
         prompts = {"prompt": "moving " * words + '"left"' * (words % 3), "negative_prompt": "a " * (9 - words)}
-        pipe(**call(num_inference_steps=1, output_type="latent", **prompts))
+        pipe(**call(num_frames=9, num_inference_steps=1, output_type="latent", **prompts))
     parts = tpu.report(pipe)
     counts = {name: len(part["programs"]) for name, part in parts["components"].items() if name != "vae"}
     assert counts == {"text_encoder": 1, "text_encoder_2": 1, "image_encoder": 1, "transformer": 1}
     assert not parts["on_host"] and not any(part["eager"] for part in parts["components"].values())
 
 
-def test_whether_there_is_an_image_is_asked_once_until_the_tensor_is_written_to(chips, monkeypatch):
-    """Two branches of two steps; the answer waits for the device."""
-    asked = []
-    monkeypatch.setattr(plan, "_is_zero", asked_once(lambda tensor: asked.append(1) or not bool(tensor.any())))
-    pipe = tpu.install(made("hunyuan15_i2v"), TPUConfig(mesh=(2, 1, 1)))
-    pipe(**tiny.arguments("hunyuan15_i2v", num_inference_steps=2, output_type="latent"))
-    assert asked == [1]
+def test_whether_there_is_an_image_is_asked_again_of_a_tensor_that_is_written_to(chips, asked):
     for zeros in (torch.zeros(1, 4, 16), bridge.to_torch(jnp.zeros((1, 4, 16)))):
         asked.clear()
         with bridge.environment():

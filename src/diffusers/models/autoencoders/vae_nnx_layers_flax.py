@@ -64,6 +64,8 @@ def in_chunks(layers: Callable, x: Map, size: int, chunk: type[Chunk] = Chunk, b
 
 def one_after_another(call: Callable, parts: list, x: Map, chunk: Chunk) -> Map:
     """Applies equal parts, modules or tuples of them, one after another, as a scan. `call`: (part, x, chunk) -> a map as x."""
+    if not parts:
+        return x
     graphdef, states = nnx.split(parts[0])[0], [nnx.split(part)[1] for part in parts]
 
     def one(x, state_and_kept):
