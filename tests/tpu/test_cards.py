@@ -16,6 +16,7 @@ import pytest
 
 import cards
 from cards import CARDS, FAST
+from conftest import slow
 from diffusers.tpu import idioms
 from diffusers.tpu.compare.pipelines import LOW_PRECISION_FACTOR
 from hub import MAKERS, Hub
@@ -45,6 +46,8 @@ def on_path(monkeypatch, path: str):
 @pytest.fixture
 def run(hub, tmp_path, monkeypatch, chips):
     """A function from a card, a text of its script, a path and a seed to what the script left, all from one set of pictures."""
+    if hub.cache.exists():
+        gc.collect()  # the models of the card before
     monkeypatch.setenv("DIFFUSERS_TPU_DEVICES", "2")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub.cache))
 
@@ -55,8 +58,7 @@ def run(hub, tmp_path, monkeypatch, chips):
         with on_path(monkeypatch, path):
             return cards.run(script, card, monkeypatch, tmp_path / f"run{len([*tmp_path.iterdir()])}", seed)
 
-    yield run
-    gc.collect()
+    return run
 
 
 def check(run, card: cards.Card, script: str):
@@ -85,9 +87,7 @@ def distances(run, card: cards.Card, script: str) -> tuple[float, float]:
     return own, error
 
 
-@pytest.mark.parametrize(
-    "card", [pytest.param(card, id=card.name, marks=[pytest.mark.slow] * (card not in FAST)) for card in CARDS]
-)
+@pytest.mark.parametrize("card", [card if card in FAST else slow(card) for card in CARDS], ids=lambda card: card.name)
 def test_cards(run, card):
     check(run, card, card.script())
 

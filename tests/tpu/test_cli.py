@@ -1,6 +1,5 @@
 """The command line. Oracle: exit statuses and files by hand; for the example script, upstream's frames of the same seed."""
 
-import json
 import os
 import re
 import runpy
@@ -12,7 +11,7 @@ from PIL import Image
 
 import diffusers.utils
 import tiny
-from conftest import relative, run_python, slow
+from conftest import relative, slow
 from diffusers import WanImageToVideoPipeline, WanPipeline, tpu
 from diffusers.tpu.apps.cli import arguments, env, main, session
 from diffusers.tpu.apps.cli.output import say
@@ -110,18 +109,6 @@ def test_env_says_how_the_cuda_build_of_torch_is_replaced(chips, capsys, monkeyp
     assert main(["env"]) == 0 and env.CUDA_BUILD in capsys.readouterr().out
     monkeypatch.setenv("DIFFUSERS_TPU", "off")  # a GPU's host may need it
     assert main(["env"]) == 0 and env.CUDA_BUILD not in capsys.readouterr().out
-
-
-def test_env_without_a_tpu_imports_no_jax(root):
-    code = "import sys; from diffusers.tpu.apps.cli import main; main(['env', '--json'])"
-    code += "; print(sorted({'jax', 'torchax'} & set(sys.modules)))"
-    facts, _, imported = run_python("-c", code, DIFFUSERS_TPU="off").stdout.rpartition("}")
-    facts = json.loads(facts + "}")
-    assert imported.strip() == "[]"
-    assert facts["chips"] == {"TPU path": "off: DIFFUSERS_TPU=off; plain diffusers runs"}
-    assert facts["settings"]["DIFFUSERS_TPU"] == "off"
-    listed = [line for line in (root / "patches/series").read_text().split() if line.endswith(".patch")]
-    assert [name[:4] for name in listed] == list(facts["patches"])
 
 
 def test_arguments_follow_the_signature():

@@ -63,11 +63,8 @@ def test_the_steps_replayed_in_order_without_docker_serve_the_shipped_model(tmp_
     for name in ("useradd", "chown"):
         (stubs / name).write_text(f'#!/bin/sh\necho "$0 $@" >> {tmp_path}/recorded\n')
         (stubs / name).chmod(0o755)
-    env = {
-        **os.environ,
-        "PATH": f"{stubs}:{tmp_path / 'base/bin'}:/usr/bin:/bin",
-        "HOME": str(tmp_path / "home/diffusers"),
-    }
+    path, home = f"{stubs}:{tmp_path / 'base/bin'}:/usr/bin:/bin", str(tmp_path / "home/diffusers")
+    env = {**os.environ, "PATH": path, "HOME": home}
     env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "2"}
     folder, users = tmp_path, []
 

@@ -35,7 +35,7 @@ def test_the_tree_is_upstream_the_series_and_an_overlay(root, pristine):
 
 # In a process of its own, on a host without a TPU: what is touched, what runs and what is imported in each mode.
 WITHOUT_A_TPU = """
-import json, os, sys, tempfile, time, torch
+import contextlib, io, json, os, sys, tempfile, time, torch
 names = ("Generator", "randn", "cuda", "device", "compile", "load", "tensor")
 before = {name: getattr(torch, name) for name in names}, dict(vars(torch.cuda)), dict(vars(torch.Tensor))
 modes = torch.autograd.grad_mode.inference_mode.__enter__, torch.amp.autocast_mode.autocast.__init__
@@ -53,6 +53,7 @@ sys.path.insert(0, sys.argv[1])
 import tiny
 from diffusers import WanPipeline
 from diffusers.models import attention_dispatch
+from diffusers.tpu.apps.cli import main
 from diffusers.tpu.chips import devices
 devices._generation_on_this_host = lambda: None
 registry = attention_dispatch._AttentionBackendRegistry
@@ -64,8 +65,11 @@ with tempfile.TemporaryDirectory() as folder:
         os.environ["DIFFUSERS_TPU"] = mode
         pipe = WanPipeline.from_pretrained(folder).to("cpu", torch.float32)
         pipe(**tiny.arguments("wan", num_inference_steps=1))
+        with contextlib.redirect_stdout(io.StringIO()) as env:
+            main(["env", "--json"])
         facts[mode] = [diffusers.tpu.is_active(), sorted({"jax", "torchax", "jaxlib"} & set(sys.modules))]
 
+facts["env"] = json.loads(env.getvalue())
 registry._active_backend = by_variable
 try:
     attention_dispatch.dispatch_attention_fn(*torch.zeros(3, 1, 2, 1, 4))
@@ -78,11 +82,14 @@ print(json.dumps(facts))
 @pytest.mark.idiom("nothing-touched")
 @pytest.mark.parametrize("at_import", ["auto", slow("off")])
 def test_without_a_tpu_nothing_of_torch_is_touched_and_pipelines_run_without_jax(root, at_import):
-    """Also says that the variable of upstream's dispatcher, read at its import, selects the TPU's attention."""
+    """Nor does `env` import it. The variable of upstream's dispatcher, read at its import, selects the TPU's attention."""
     words = "-X", "importtime", "-c", WITHOUT_A_TPU, root / "tests" / "tpu"
     result = run_python(*words, DIFFUSERS_TPU=at_import, DIFFUSERS_ATTN_BACKEND="tpu")
     facts = json.loads(result.stdout.splitlines()[-1])
     assert facts["auto"] == facts["off"] == [False, []]
+    assert facts["env"]["chips"] == {"TPU path": "off: DIFFUSERS_TPU=off; plain diffusers runs"}
+    assert facts["env"]["settings"]["DIFFUSERS_TPU"] == "off"
+    assert [*facts["env"]["patches"]] == [name[:4] for name in series.listed(root / "patches")]
     assert "'tpu' expects the TPU path, which is off here" in facts["tpu attention"]
     imports = re.findall(r"\| +(\d+) \| +(diffusers[.\w]*)$", result.stderr, re.M)
     microseconds = {name: int(time) for time, name in imports}

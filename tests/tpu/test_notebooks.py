@@ -25,16 +25,8 @@ nbformat = pytest.importorskip("nbformat")
 
 FOLDER = ROOT / "examples/tpu"
 NOTEBOOKS = ("colab", "kaggle")
-SHAPES = [
-    str(FOLDER / "models/wan-shapes"),
-    "--prompt",
-    "a red circle moving right",
-    "--height",
-    "64",
-    "--width",
-    "64",
-]
-SHAPES += ["--num-frames", "9", "--num-inference-steps", "2"]
+SHAPES = [str(FOLDER / "models/wan-shapes"), "--prompt", "a red circle moving right"]
+SHAPES += "--height 64 --width 64 --num-frames 9 --num-inference-steps 2".split()
 IMAGES = {
     "colab": {"torch": "2.9.0", "torch_xla": "2.9.0", "jax": "0.7.2", "libtpu": "0.0.21"},
     "kaggle": {"torch": "2.8.0", "torch_xla": "2.8.0", "jax": "0.6.2", "libtpu": "0.0.17", "diffusers": "0.35.1"},
@@ -166,10 +158,10 @@ def test_notebooks_run_whole_and_leave_the_images_packages_alone(name, wheels, t
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # caches of uv and of compiled programs
     python = make_image(name, tmp_path, wheels)
     before = freeze(python)
+    uv = f":{Path(sys.executable).parent}" if name == "colab" else ""
     environment = {
         "PYTHONPATH": str(next((tmp_path / "image/lib").glob("*/site-packages"))),
-        "PATH": f"{tmp_path / 'image/bin'}:/usr/bin:/bin"
-        + (f":{Path(sys.executable).parent}" if name == "colab" else ""),
+        "PATH": f"{tmp_path / 'image/bin'}:/usr/bin:/bin{uv}",
         "UV_SYSTEM_PYTHON": "true",
         "TPU_LIBRARY_PATH": "/nowhere/libtpu.so",
         "PIP_NO_INDEX": "1",
@@ -182,11 +174,8 @@ def test_notebooks_run_whole_and_leave_the_images_packages_alone(name, wheels, t
     argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": argv, "display_name": name, "language": "python", "env": environment}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    given = {
-        "SOURCE": str(tree),
-        "TORCH": ["--no-index", "--find-links", str(wheels)],
-        "FOLDER": str(tmp_path / "made"),
-    }
+    given = {"SOURCE": str(tree), "FOLDER": str(tmp_path / "made")}
+    given["TORCH"] = ["--no-index", "--find-links", str(wheels)]
     book = nbformat.from_dict(notebook(name))
     (cell,) = tagged(book, "parameters")
     cell.source = "\n".join(f"{key} = {given.get(key, SHAPES)!r}" for key in parameters(name) if key.isupper())

@@ -223,14 +223,8 @@ def check_uv(words: list[str]):
         check_pip(words[1:-2])
 
 
-PROGRAMS = {
-    "uv": check_uv,
-    "make": check_make,
-    "pip": check_pip,
-    "python": check_script,
-    "diffusers-tpu": check_command_line,
-}
-PROGRAMS["curl"] = lambda words: None  # they are run in test_serving.py
+PROGRAMS = {"uv": check_uv, "make": check_make, "pip": check_pip, "python": check_script}
+PROGRAMS |= {"diffusers-tpu": check_command_line, "curl": lambda words: None}  # curl's are run in test_serving.py
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

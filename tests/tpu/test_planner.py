@@ -13,6 +13,7 @@ import tiny
 from bench.naming import programs_of
 from conftest import slow
 from diffusers import StableDiffusionControlNetPipeline, WanPipeline
+from diffusers.models import embeddings
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli
@@ -28,7 +29,6 @@ from diffusers.tpu.planner.work import count
 
 
 SHAPES = "examples/tpu/models/wan-shapes"
-SMALL = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 3}
 FIELDS = {
     **dict.fromkeys(("model", "topology"), str),
     **dict.fromkeys(("mesh", "hbm_gib_per_chip", "seconds_per_step", "versions"), dict),
@@ -45,10 +45,15 @@ def parts() -> dict:
     return {}
 
 
+def zeros_in_place_of_positions(embed_dim: int, grid, output_type: str) -> torch.Tensor:
+    return torch.zeros(()).expand(grid[0].numel(), embed_dim)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_published_models_have_their_published_size(name, parts, monkeypatch):
-    """As their authors state it; a part of several models is built once."""
+    """As their authors state it; a part of several models is built once, tables of positions, which are no parameters, stay zeros."""
     build_part = building._component
+    monkeypatch.setattr(embeddings, "get_2d_sincos_pos_embed_from_grid", zeros_in_place_of_positions)
 
     def part(component, class_name, config, configuration, dtype):
         key = class_name, json.dumps(config, sort_keys=True), configuration.tokens.get(component)
@@ -91,12 +96,9 @@ def test_recorded_calls_are_those_of_upstreams_run(name, monkeypatch):
     for r in recording.calls:
         ours[(r.component, r.call.entry, *sorted(tuple(t.shape) for t in r.call.tensors))] += r.count
     assert ours == seen
-    assert recording.steps == arguments["num_inference_steps"]
-
-
-def test_guidance_branches_of_a_step_are_seen():
-    (wan,) = [r for r in record(tiny.wan(), {**SMALL, "guidance_scale": 4.0}).calls if r.component == "transformer"]
-    assert (wan.count, wan.groups) == (6, [2, 2, 2])
+    assert recording.steps == arguments["num_inference_steps"] == 3
+    if name == "wan":  # the guidance branches of a step are seen
+        assert [r.groups for r in recording.calls if r.component == "transformer"] == [[2, 2, 2]]
 
 
 def test_a_controlnets_calls_are_of_a_step():
@@ -204,7 +206,7 @@ def test_programs_are_named_without_compiling(root):
     assert dict(zip(parts, same, strict=True)) == {"text_encoder": True, "transformer": False, "vae": True}
 
 
-def test_what_is_planned_is_what_runs(wan_folder, chips, monkeypatch, own_store):
+def test_what_is_planned_is_what_runs(tmp_path, chips, monkeypatch, own_store):
     """The very text that goes to the compiler, of every component, in the plan of a configuration and in a run."""
     planned, ran, compile_lowered = {}, {}, programs.compile_lowered
 
@@ -224,12 +226,13 @@ def test_what_is_planned_is_what_runs(wan_folder, chips, monkeypatch, own_store)
     monkeypatch.setattr(worker.ici, "places_of", lambda mesh: [])
     monkeypatch.setattr(worker.advice, "what_would_fit", lambda *others: [])
     monkeypatch.setattr(programs, "compile_lowered", compiled)
-    request = {"model": wan_folder, "topology": "v6e-8", "mesh": [2, 4, 1], "dtype": "float32", "batch": 2}
-    given = tiny.arguments("wan", num_inference_steps=2, generator=None)
+    tiny.wan(vae="@wan_vae_shallow", transformer={"num_layers": 2}).save_pretrained(folder := str(tmp_path / "wan"))
+    request = {"model": folder, "topology": "v6e-8", "mesh": [2, 4, 1], "dtype": "float32", "batch": 2}
+    given = tiny.arguments("wan", height=16, width=32, num_inference_steps=2, generator=None)
     asked = {k: v for k, v in given.items() if k != "output_type" and not k.endswith("prompt")}
     given |= {name: ["two", "words"] for name in ("prompt", "negative_prompt")}
     worker.answer({**request, "everything": True, "arguments": asked}, lambda text: None)
-    WanPipeline.from_pretrained(wan_folder)(**given)
+    WanPipeline.from_pretrained(folder)(**given)
     assert len(planned) == 3 and planned == ran  # text encoder, both branches of the transformer, decoder
 
 
@@ -247,7 +250,7 @@ BAD = {
     "plan wan3 --topology v6e-8": "published models, got 'wan3'.*wan2.1-t2v-14b",
     f"plan {SHAPES} --topology v6e-7": "expected a topology among v5e-1 .*got 'v6e-7'",
     f"plan {SHAPES} --topology v6e-8 --mesh 2,2,1": "8 devices of v6e-8, got 2,2,1 = 4",
-    f"plan {SHAPES} --topology v6e-16 --mesh 1,1,16": "tp to divide the attention heads .8.*, got tp 16",
+    f"plan {SHAPES} --topology v6e-16 --mesh 1,1,16 --num-frames 1": "tp to divide the attention heads .8.*, got tp 16",
     f"plan {SHAPES} --topology v6e-8 --num-frames 8": "num_frames that the VAE can take, 4k.1, got 8; ask for 5 or 9",
     f"plan {SHAPES} --topology v6e-8 --batch 0": "batch of at least 1",
     f"plan {SHAPES} --topology v6e-8 --report nowhere/x.html": "folder that is there",
@@ -259,9 +262,8 @@ BAD = {
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_one_line(words, root, capsys, monkeypatch):
     """Here what a child would raise; that a refusal comes back from there, test_planner_program shows."""
-    monkeypatch.setattr(
-        planner, "run_in_child", lambda _, request, **rest: worker.answer(request, rest["on_progress"])
-    )
+    in_this_process = lambda _, request, on_progress, **rest: worker.answer(request, on_progress)  # noqa: E731
+    monkeypatch.setattr(planner, "run_in_child", in_this_process)
     monkeypatch.chdir(root)
     assert cli.main(words.split()) == 2
     said = capsys.readouterr().err.strip()

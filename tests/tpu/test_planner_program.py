@@ -94,7 +94,7 @@ def copying_kernel():
 
 
 def products():
-    """x [16384, 1024] split over sp 4 times three weights [1024, 1024], stored over sp: with SparseCores and without."""
+    """x [8192, 512] split over sp 4 times three weights [512, 512], stored over sp: with SparseCores and without."""
     compiler, mesh = _mesh("v6e-4", (1, 4, 1))
 
     def program(x, weights):
@@ -102,7 +102,7 @@ def products():
             x = x @ jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
         return x
 
-    x, w = (_array(mesh, (rows, 1024), P("sp")) for rows in (16384, 1024))
+    x, w = (_array(mesh, (rows, 512), P("sp")) for rows in (8192, 512))
     lowered, answers = jax.jit(program, out_shardings=NamedSharding(mesh, P("sp"))).lower(x, [w] * 3), []
     for sparse_cores in (True, False):
         compiled = compiler.compile(lowered, compiler_options(compiler.devices[0], sparse_cores))
@@ -123,7 +123,7 @@ def all_to_alls():
             )
             return there(x), w @ w
 
-        arrays = _array(mesh, (1, 512, 8, 128), P(None, "sp")), _array(mesh, (2048, 2048))
+        arrays = _array(mesh, (1, 512, 8, 128), P(None, "sp")), _array(mesh, (512, 512))
         lowered = jax.jit(program).lower(*arrays)
         compiled = compiler.compile(lowered, compiler_options(compiler.devices[0], True))
         hidden[generation] = _timed(compiled, mesh, CHIPS[generation])["bound"].hidden_collectives
@@ -290,7 +290,7 @@ def test_a_program_is_compiled_once(answers):
 def test_sparse_cores_exchange_while_the_core_computes(answers):
     with_them, without = answers["products"]
     assert without["hidden"] == 0 < with_them["hidden"]
-    assert with_them["total"] < 0.95 * without["total"]  # 0.84
+    assert with_them["total"] < 0.95 * without["total"]  # 0.88
 
 
 def test_all_to_alls_are_beside_the_core_also_where_the_sparse_cores_refuse_them(answers):

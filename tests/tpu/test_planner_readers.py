@@ -64,9 +64,10 @@ def test_a_program_is_read_with_loops_parts_and_hidden_transfers(written):
     assert gather.seconds == 0 and gather.hidden == pytest.approx(40 * 128 * 256 * 2 * 3 / 4 / chip.link_bandwidth)
 
 
-@pytest.mark.parametrize(
-    "part, moved", [("1,720,96", 3 * 720 * 128 * 2), ("162,7,96", 3 * 162 * 8 * 128 * 2 + 720 * 128 * 2)]
-)
+MOVED = [("1,720,96", 3 * 720 * 128 * 2), ("162,7,96", 3 * 162 * 8 * 128 * 2 + 720 * 128 * 2)]
+
+
+@pytest.mark.parametrize("part, moved", MOVED)
 def test_what_is_written_in_place_is_its_part(part, moved):
     """Beside another result, in VMEM: a column, of whole tiles, is written and another read; of rows within tiles, those are read too."""
     whole, column = "bf16[162,720,96]{2,1,0:T(8,128)(2,1)}", "bf16[1,720,96]{2,1,0:T(8,128)(2,1)S(1)}"
@@ -88,10 +89,8 @@ ENTRY %main (a: {whole}, b: {part}) -> ({column}, {whole}) {{
   ROOT %f = ({column}, {whole}) fusion(%a, %b), kind=kLoop, calls=%inside
 }}
 """
-    (operation,) = timing.time_program(aot.CompiledProgram(text, {}, {}, 0), CHIPS["v6e"], [(0, 0, 0, 0)])[
-        "bound"
-    ].operations
-    assert operation.bytes == moved
+    timed = timing.time_program(aot.CompiledProgram(text, {}, {}, 0), CHIPS["v6e"], [(0, 0, 0, 0)])["bound"]
+    assert [operation.bytes for operation in timed.operations] == [moved]
 
 
 GROUPS = {
@@ -163,9 +162,8 @@ def test_what_the_sparse_cores_cannot_exchange_goes_without_them(warned):
 
         return types.SimpleNamespace(compile=compile, as_text=lambda: text)
 
-    gathers, all_to_alls = (
-        f"xla_tpu_enable_sparse_core_collective_offload_{x}" for x in ("all_gather", "dense_all_to_all")
-    )
+    offload = "xla_tpu_enable_sparse_core_collective_offload"
+    gathers, all_to_alls = f"{offload}_all_gather", f"{offload}_dense_all_to_all"
     beside, refused = "xla_tpu_enable_async_all_to_all", "RET_CHECK failure (xla/sparse_core/emitter.cc:164)"
     assert compile_lowered(refusing(refused, "sparse_core_collective_offload_dense"), options) == "executable"
     assert asked == [{gathers, all_to_alls}, {gathers, beside}] and not warned
@@ -255,14 +253,10 @@ def test_a_tpus_operations_are_summed_by_module_beside_what_was_planned(traced, 
     found = profile.measured(traced)
     assert (found["steps"], found["chips"], found["device"]) == (2, 2, "TPU v6 lite")
     modules = {(row["component"], row["module"]): row["measured"] for row in found["modules"]}
-    assert modules == pytest.approx(
-        {
-            ("transformer", "blocks.*.attn1"): 0.0015,
-            ("transformer", "blocks.*.ffn"): 0.003,
-            ("transformer", "(between modules)"): 0.0005,  # the loop's own
-            (profile.GLUE, "(between modules)"): 0.001,  # mean of 1 and 3 ms, of two steps
-        }
-    )
+    expected = {("transformer", "blocks.*.attn1"): 0.0015, ("transformer", "blocks.*.ffn"): 0.003}
+    expected["transformer", "(between modules)"] = 0.0005  # the loop's own
+    expected[profile.GLUE, "(between modules)"] = 0.001  # mean of 1 and 3 ms, of two steps
+    assert modules == pytest.approx(expected)
     assert found["seconds_per_step"] == pytest.approx(0.006)
     limits = {row["operation"]: row["limit"] for row in found["operations"]}
     assert limits == {"dot_general": "matrix", "gelu": "memory", "while": "vector", "copy.9": None}

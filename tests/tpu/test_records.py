@@ -100,11 +100,8 @@ def test_timings_of_tokamax_are_a_table_of_their_own():
 
 def test_timings_are_of_the_wheel_or_of_the_record(tmp_path, monkeypatch):
     """Of its rows those that are forward, without residuals and a mask; without the wheel the record's, as they stand."""
-    table, said = (
-        tmp_path / tokamax_cases.TABLE,
-        {"q": "bf16[1,16,8,256]", "k": "bf16[1,16,8,256]", "v": "bf16[1,16,8,64]"},
-    )
-    rows = {}
+    said = {"q": "bf16[1,16,8,256]", "k": "bf16[1,16,8,256]", "v": "bf16[1,16,8,64]"}
+    table, rows = tmp_path / tokamax_cases.TABLE, {}
     for residuals, causal, times in ((False, False, [3, 9, 2]), (True, False, [1]), (False, True, [1])):
         asked = {**said, "return_residuals": residuals, "mask": {"is_causal": causal}}
         rows[json.dumps(asked)] = {'{"block_q": 128}': {"evaluation_times_ms": times}}

@@ -70,19 +70,15 @@ def test_the_page_takes_a_prompt_shows_progress_and_the_video_cancels_and_asks_n
         page.set_viewport_size({"width": 390, "height": 844})
         page.goto(address)
         page.click("#more button")
-        for name, shown in (
-            ("seed", "empty: drawn"),
-            ("num_frames", "as the size says"),
-            ("num_inference_steps", "100"),
-        ):
+        hints = {"seed": "empty: drawn", "num_frames": "as the size says", "num_inference_steps": "100"}
+        for name, shown in hints.items():
             assert (field(page, name).input_value(), field(page, name).get_attribute("placeholder")) == ("", shown)
         field(page, "seed").fill("0")
         field(page, "num_inference_steps").fill("90")
         video, said = make_a_video(page, "a red circle moving left")
         assert video == [32, 32, None]
-        assert any(
-            re.fullmatch(r"in progress: step \d+ of 90, \d+\ss passed, about \d+\ss left", words) for words in said
-        )
+        progress = re.compile(r"in progress: step \d+ of 90, \d+\ss passed, about \d+\ss left")
+        assert any(map(progress.fullmatch, said))
         with page.expect_download() as download:
             page.click("#download")
         assert download.value.path().stat().st_size > 500

@@ -68,9 +68,8 @@ def three_runs(folder: str, call: dict, dtype, place: Path) -> np.ndarray:
     settings, tensors = stages.read(place / "text.safetensors", "text")
     call = {name: stages.unpack(value, tensors) for name, value in settings.call.items()}
     latents = stages.run_denoise(stages.load(folder, "denoise", dtype), call, settings.seed, tensors)
-    stages.save(
-        place / "latents.safetensors", dataclasses.replace(settings, stage="denoise"), {stages.LATENTS: latents}
-    )
+    settings = dataclasses.replace(settings, stage="denoise")
+    stages.save(place / "latents.safetensors", settings, {stages.LATENTS: latents})
     _, tensors = stages.read(place / "latents.safetensors", "denoise")
     assert tensors[stages.LATENTS].dtype == dtype
     return stages.run_decode(stages.load(folder, "decode", dtype), tensors[stages.LATENTS])
@@ -161,14 +160,12 @@ def test_a_flag_that_repeats_the_file_is_fine_and_a_stage_that_ran_elsewhere_is_
     assert "stage text ran on mesh dp 1, sp 8, tp 1: the last bits may differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "stage, owner, name, number",
-    [
-        ("denoise", UniPCMultistepScheduler, "step", 2),
-        ("decode", AutoencoderKLWan, "decode", 1),
-        ("denoise", os, "replace", 1),  # while writing
-    ],
-)
+# In the second step, in the decoder, while writing.
+CUT = [("denoise", UniPCMultistepScheduler, "step", 2), ("decode", AutoencoderKLWan, "decode", 1)]
+CUT += [("denoise", os, "replace", 1)]
+
+
+@pytest.mark.parametrize("stage, owner, name, number", CUT)
 def test_a_stage_cut_short_leaves_nothing_and_runs_again(bare, finished, wan, monkeypatch, stage, owner, name, number):
     for file in ("t.safetensors", "l.safetensors")[: stages.STAGES.index(stage)]:
         shutil.copy(finished / file, bare)
@@ -261,10 +258,8 @@ def test_a_stage_without_its_input_and_pipelines_without_stages(bare, wan, capsy
 def test_a_fingerprint_is_of_settings_and_not_of_versions(saved, tmp_path):
     folder, _ = saved("hunyuan_text_to_video")
     shutil.copytree(folder, tmp_path / "model")
-    for file, change in (
-        ("transformer/config.json", {"qk_norm": "x"}),
-        ("guider/guider_config.json", {"guidance_scale": 2.0}),
-    ):
+    files = {"transformer/config.json": {"qk_norm": "x"}, "guider/guider_config.json": {"guidance_scale": 2.0}}
+    for file, change in files.items():
         config = tmp_path / "model" / file
         kept = config.read_text()
         for changes, same in (({"_diffusers_version": "0.1"}, True), (change, False)):
