@@ -156,6 +156,14 @@ def attention_backend_as_before(monkeypatch):
 
 
 @pytest.fixture
+def new_garbage():
+    """Garbage is looked for among what the test makes: all that is there already takes seconds to look through."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def without_gradients():
     with torch.no_grad():
         yield

@@ -125,9 +125,8 @@ def test_the_chips_are_left_to_torchtpu_where_it_is_loaded(monkeypatch):
     for mode, generation, active in (("auto", "v6e", False), ("auto", None, False), ("cpu", "v6e", True)):
         monkeypatch.setenv("DIFFUSERS_TPU", mode)
         monkeypatch.setattr(devices, "_generation_on_this_host", lambda: generation)
-        assert is_active() == active and devices.why_off(read_environment()).startswith("torch_tpu") == bool(
-            generation
-        )
+        assert is_active() == active
+        assert devices.why_off(read_environment()).startswith("torch_tpu") == bool(generation)
     assert len(said) == 1 and said[0].startswith("the TPU path is off: torch_tpu is loaded")
     monkeypatch.setenv("DIFFUSERS_TPU", "tpu")
     with pytest.raises(RuntimeError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0"):

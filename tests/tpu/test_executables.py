@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import re
 import types
@@ -47,16 +48,17 @@ def running(model, plan: ModelPlan, mesh, config: TPUConfig = TPUConfig()):
 
 @pytest.fixture
 def run(make_mesh, store):
-    """A function: a tiny Wan transformer's answer as of a process of its own, and its runner."""
+    """A function: the answer of a block of a tiny Wan (`whole`: of its transformer) as of a process of its own, and its runner."""
     with contextlib.ExitStack() as attached, torch.no_grad():
 
-        def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=TPUConfig()):
-            model = tiny.wan_transformer(seed=seed, num_layers=2)
+        def answer(seed=0, change=lambda model: None, size=2, mesh=(1, 4, 1), config=TPUConfig(), whole=False):
+            model = tiny.wan_transformer(seed=seed, num_layers=2) if whole else tiny.wan_block(seed=seed)
+            given = inputs(size) if whole else block_inputs(size)
             change(model)
-            want = model(**inputs(frames))[0]
+            want = model(**given)[0]
             runner = attached.enter_context(running(model, module_plan(model), make_mesh(*mesh), config))
-            got = model(**inputs(frames))[0]
-            assert relative(got, want.detach()) < 1e-5
+            got = model(**given)[0]
+            assert relative(got, want) < 1e-5
             return got, runner
 
         yield answer
@@ -70,14 +72,21 @@ def inputs(frames):
     }  # fmt: skip
 
 
+def block_inputs(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = {"hidden_states": tokens, "encoder_hidden_states": 5, "temb": 6}
+    return {name: torch.randn(1, n, 8, generator=generator) for name, n in sizes.items()} | {"rotary_emb": None}
+
+
 def test_another_process_traces_nothing_and_answers_the_same(run, store):
+    run = functools.partial(run, whole=True)
     (first, one), (second, other) = run(), run()
     assert (one.traces, one.compilations) == (1, 1)
     assert (other.traces, other.compilations) == (0, 0)
     assert torch.equal(first, second)
     assert run(seed=1)[1].traces == 0  # other weights are other arguments
-    assert run(frames=3)[1].traces == 1  # another size
-    assert run(frames=3)[1].traces == run(frames=2)[1].traces == 0 and len([*store.folder.iterdir()]) == 2
+    assert run(size=3)[1].traces == 1  # another size
+    assert run(size=3)[1].traces == run()[1].traces == 0 and len([*store.folder.iterdir()]) == 2
 
 
 @pytest.mark.parametrize("training, programs", [(True, 1), (False, 2)])
@@ -85,22 +94,22 @@ def test_another_process_goes_back_by_the_same_programs(make_mesh, store, traini
     """In evaluation mode the forward pass has a program of its own."""
 
     def gradients() -> tuple[list[torch.Tensor], int]:
-        model, given = tiny.wan_transformer(seed=0, num_layers=2).train(training).requires_grad_(False), inputs(2)
-        asked = [given["hidden_states"], model.blocks[0].attn1.to_q.weight, model.proj_out.bias]
+        block, given = tiny.wan_block().train(training).requires_grad_(False), block_inputs(2)
+        asked = [given["hidden_states"], block.attn1.to_q.weight, block.ffn.net[2].bias]
         for tensor in asked:
             tensor.requires_grad_()
-        with running(model, module_plan(model), make_mesh(1, 2, 1)) as runner:
-            return [*torch.autograd.grad(model(**given)[0].square().sum(), asked)], runner.traces
+        with running(block, module_plan(block), make_mesh(1, 2, 1)) as runner:
+            return [*torch.autograd.grad(block(**given).square().sum(), asked)], runner.traces
 
     (first, traced), (second, again) = gradients(), gradients()
     assert (traced, again) == (programs, 0) and all(map(torch.equal, first, second))
 
 
 CHANGES = {
-    "a number of a part": lambda model: setattr(model.blocks[1].norm2, "eps", 0.5),
-    "a setting of the model": lambda model: setattr(model.rope, "theta_of_mine", 3.0),
-    "a part replaced": lambda model: setattr(model.blocks[0].ffn.net[0], "approximate", "none"),
-    "eval and train": lambda model: model.train(),
+    "a number of a part": lambda block: setattr(block.norm2, "eps", 0.5),
+    "a setting of the user's": lambda block: setattr(block.attn1, "theta_of_mine", 3.0),
+    "a part replaced": lambda block: setattr(block.ffn.net[0], "approximate", "none"),
+    "eval and train": lambda block: block.train(),
 }
 
 
@@ -123,7 +132,7 @@ def test_what_is_of_another_run_is_not_used_and_its_parts_are_named(run, monkeyp
             _, runner = run(**asked)
             assert runner.traces == 1
             if level == "WARNING":
-                runner.module(**inputs(3))  # nothing is said of a second size
+                runner.module(**block_inputs(3))  # nothing is said of a second size
         (record,) = [record for record in caplog.records if "differs in" in record.getMessage()]
         assert record.levelname == level
         assert f"differs in {part}" in record.getMessage() and not re.search("[0-9a-f]{8}", record.getMessage())
@@ -176,23 +185,23 @@ def test_what_jax_tells_libtpu_on_a_tpu_host_is_told_by_compile_and_is_no_part_o
     assert executables._flags() == elsewhere and given in elsewhere
 
 
-def own_processor(model, monkeypatch):
-    attn = model.blocks[0].attn1
-    theirs = type(attn.processor)
-    attn.processor = type("Mine", (theirs,), {"__call__": lambda self, *a, **k: 2 * theirs.__call__(self, *a, **k)})()
+def own_processor(block, monkeypatch):
+    theirs = type(block.attn1.processor)
+    call = {"__call__": lambda self, *args, **kwargs: 2 * theirs.__call__(self, *args, **kwargs)}
+    block.attn1.processor = type("Mine", (theirs,), call)()
 
 
-def own_forward(model, monkeypatch):
-    norm = model.norm_out
+def own_forward(block, monkeypatch):
+    norm = block.norm3
     norm.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, norm)
 
 
-def own_function(model, monkeypatch):
+def own_function(block, monkeypatch):
     gelu = torch.nn.functional.gelu
     monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, **kwargs: gelu(x, **kwargs) * 2)
 
 
-def own_object(model, monkeypatch):
+def own_object(block, monkeypatch):
     theirs = transformer_wan.dispatch_attention_fn
 
     class Twice:
@@ -204,19 +213,18 @@ def own_object(model, monkeypatch):
 
 def test_code_of_a_script_is_never_anothers(run, store, monkeypatch):
     """Its values are right, and no other process finds what was made of it, nor it what others made."""
-    config = TPUConfig(layers="xla")  # upstream's attention processors
-    run(config=config)
+    run()
     kept = {*store.folder.iterdir()}
     for change in (own_processor, own_forward, own_function, own_object):
         with monkeypatch.context() as patch:
-            _, runner = run(change=lambda model: change(model, patch), config=config)
+            _, runner = run(change=lambda block: change(block, patch))
         assert runner.traces == 1 and "no library's" in (runner.executables.reason or ""), change
         assert {*store.folder.iterdir()} == kept, change
 
 
 @pytest.mark.fault("executable-corrupt")
 def test_a_damaged_file_is_said_removed_and_made_anew(run, store, warned):
-    run(), run(frames=3)
+    run(), run(size=3)
     path, other = sorted(store.folder.iterdir())
     raw = path.read_bytes()
     damages = {
@@ -229,9 +237,9 @@ def test_a_damaged_file_is_said_removed_and_made_anew(run, store, warned):
         path.write_bytes(damaged)
         notices._said.clear()
         warned.clear()
-        assert run()[1].traces + run(frames=3)[1].traces == 1, name
+        assert run()[1].traces + run(size=3)[1].traces == 1, name
         assert any("is damaged" in said and path.name in said for said in warned), name
-    assert run()[1].traces + run(frames=3)[1].traces == 0
+    assert run()[1].traces + run(size=3)[1].traces == 0
 
 
 @pytest.mark.fault("executable-refused")
@@ -252,7 +260,7 @@ def test_a_runtime_that_refuses_an_executable_gets_it_compiled(run, monkeypatch,
 def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, warned):
     store.folder.parent.mkdir()
     store.folder.write_text("a file")
-    run(), run(frames=3)
+    run(), run(size=3)
     (said,) = (said for said in warned if "are not kept for the next run" in said)
     assert "DIFFUSERS_TPU_CACHE" in said
 

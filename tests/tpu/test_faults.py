@@ -194,9 +194,8 @@ NO_ROOM = {
 
 @fault("out-of-hbm-compiling", "out-of-hbm-running")
 @pytest.mark.parametrize("moment", NO_ROOM)
-def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(
-    wan_folder, here, capsys, monkeypatch, own_store, moment
-):
+@pytest.mark.usefixtures("here", "own_store")
+def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(wan_folder, capsys, monkeypatch, moment):
     """When the program is compiled, when it is run, and when what it was to give is waited for: dispatch is asynchronous."""
     text, asked, there = NO_ROOM[moment]
 

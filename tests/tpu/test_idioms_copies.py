@@ -15,7 +15,7 @@ from diffusers import ClassifierFreeGuidance, ComponentsManager, ModularPipeline
 from diffusers.callbacks import SDXLCFGCutoffCallback
 from diffusers.modular_pipelines import StableDiffusionXLAutoBlocks, WanBlocks
 from diffusers.tpu.pipelines import attach
-from test_idioms_pipelines import FP32, call, idiom, installed, on_chips, pictures, plain, sdxl, theirs, wan  # noqa: F401
+from test_idioms_pipelines import FP32, call, idiom, installed, on_chips, plain, theirs, wan  # noqa: F401
 
 
 pytestmark = pytest.mark.usefixtures("idioms")
@@ -153,9 +153,10 @@ def test_a_modular_pipeline_runs_on_the_tpu_without_being_moved(monkeypatch):
 
 
 @idiom("modular-load")
-def test_a_modular_pipeline_loaded_and_managed(pictures, said, tmp_path, monkeypatch):
+def test_a_modular_pipeline_loaded_and_managed(said, tmp_path, monkeypatch, new_garbage):
     monkeypatch.setenv("DIFFUSERS_TPU_MESH", "1,1,1")
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    expected = tiny.sdxl()(**tiny.arguments("sdxl")).images
     tiny.modular(StableDiffusionXLAutoBlocks, "sdxl", 5.0).save_pretrained(str(tmp_path), overwrite_modular_index=True)
     monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
     manager = ComponentsManager()
@@ -167,7 +168,7 @@ def test_a_modular_pipeline_loaded_and_managed(pictures, said, tmp_path, monkeyp
     pipe.set_progress_bar_config(disable=True)
     (message,) = said
     assert "enable_auto_cpu_offload" in message and "wait on the host" in message
-    assert relative(pipe(**tiny.arguments("sdxl"), output="images"), pictures) < FP32
+    assert relative(pipe(**tiny.arguments("sdxl"), output="images"), expected) < FP32
     unet = attach.runs(pipe.unet)
     assert unet._placed.arrays
     pipe.unload_components("unet")

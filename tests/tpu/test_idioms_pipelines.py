@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from conftest import relative
-from diffusers import AutoencoderKLWan, StableDiffusionXLControlNetPipeline, WanPipeline, tpu
+from diffusers import AutoencoderKLWan, StableDiffusionControlNetPipeline, WanPipeline, tpu
 from diffusers.tpu.pipelines import attach
 
 
@@ -45,21 +45,14 @@ def installed(wan):
 
 
 @pytest.fixture(scope="module")
-def sdxl(idioms):
-    """A tiny SDXL that never meets the TPU path."""
-    return tiny.sdxl()
+def pair(idioms):
+    """A tiny Stable Diffusion that never meets the TPU path, and its twin, on one chip."""
+    theirs, ours = (tiny.sd(safety_checker=None) for _ in range(2))
+    return theirs, tpu.install(ours, tpu.TPUConfig(mesh=(1, 1, 1)))
 
 
-@pytest.fixture(scope="module")
-def pictures(sdxl):
-    """What upstream makes of a small call of it."""
-    return sdxl(**tiny.arguments("sdxl")).images
-
-
-@pytest.fixture(scope="module")
-def sdxl_installed(idioms):
-    """Its twin, on one chip."""
-    return tpu.install(tiny.sdxl(), tpu.TPUConfig(mesh=(1, 1, 1)))
+def pictures(pipe, **changes) -> np.ndarray:
+    return pipe(**tiny.arguments("image", **changes)).images
 
 
 def call(**changes):
@@ -140,13 +133,15 @@ def test_a_loop_of_the_users_own(plain):
     assert programs(transformer) == 1
 
 
-@idiom("model-device-map")
+@idiom("model-device-map", "device-map")
 def test_a_models_own_device_map(plain, tmp_path):
-    for name, asked in (("vae", "cuda"), ("text_encoder", {"": 0})):
+    for name in ("vae", "text_encoder"):
         module = getattr(plain, name)
         module.save_pretrained(tmp_path / name)
-        loaded = type(module).from_pretrained(tmp_path / name, device_map=asked)
-        assert attach.runs(loaded) is not None and loaded.device.type == "cuda"
+        for asked in ("cuda", "auto", {"": 0}):
+            loaded = type(module).from_pretrained(tmp_path / name, device_map=asked)
+            assert attach.runs(loaded) is not None and loaded.device.type == "cuda"
+            assert all(map(torch.equal, loaded.state_dict().values(), module.state_dict().values()))
         assert attach.runs(type(module).from_pretrained(tmp_path / name, device_map="cpu")) is None
         with pytest.raises(NotImplementedError, match="sharded over all chips"):
             type(module).from_pretrained(tmp_path / name, device_map={"encoder": "cuda", "decoder": "cpu"})
@@ -270,52 +265,49 @@ def test_pipelines_that_share_models_have_one_configuration(plain):
 
 
 @idiom("from-pipe", "from-pipe-more", "controlnet-list")
-def test_a_pipeline_made_of_an_installed_one_with_a_list_of_controlnets_more(sdxl, sdxl_installed, pictures):
+def test_a_pipeline_made_of_an_installed_one_with_a_list_of_controlnets_more(pair):
+    theirs, ours = pair
     torch.manual_seed(7)
-    nets, images = [tiny.controlnet_used(seed=seed) for seed in range(2)], [tiny.picture(32, 32) for _ in range(2)]
+    nets, images = [tiny.with_last_layers(tiny.controlnet(seed=n)) for n in range(2)], [tiny.picture(32, 32)] * 2
 
     def made_of(pipe, nets):
-        made = StableDiffusionXLControlNetPipeline.from_pipe(pipe, controlnet=nets)
+        made = StableDiffusionControlNetPipeline.from_pipe(pipe, controlnet=nets)
         made.set_progress_bar_config(disable=True)
         return made
 
     given = {"image": images, "controlnet_conditioning_scale": [0.7, 0.3]}
-    expected = made_of(sdxl, copy.deepcopy(nets))(**tiny.arguments("sdxl", **given)).images
-    assert relative(pictures, expected) > 1e-4
-    pipe = made_of(sdxl_installed, nets).to("cuda")
-    assert relative(pipe(**tiny.arguments("sdxl", **given)).images, expected) < FP32
-    assert pipe._tpu.runners["unet"] is sdxl_installed._tpu.runners["unet"]
+    expected = pictures(made_of(theirs, copy.deepcopy(nets)), **given)
+    assert relative(pictures(theirs), expected) > 1e-4
+    pipe = made_of(ours, nets).to("cuda")
+    assert relative(pictures(pipe, **given), expected) < FP32
+    assert pipe._tpu.runners["unet"] is ours._tpu.runners["unet"]
     assert programs(pipe.controlnet) == 1 and on_chips(pipe.controlnet) == [True]
     controlnet = pipe.controlnet
     del pipe
-    assert on_chips(controlnet, sdxl_installed.unet) == [False, True]
+    assert on_chips(controlnet, ours.unet) == [False, True]
 
 
 @idiom("ip-adapter")
-def test_an_ip_adapter_loaded_into_an_installed_pipeline(sdxl, sdxl_installed):
-    adapter, image = tiny.ip_adapter(sdxl.unet), tiny.picture(32, 32)
-
-    def frames(pipe, scale):
-        if pipe.unet.encoder_hid_proj is None:
+def test_an_ip_adapter_loaded_into_an_installed_pipeline(pair):
+    theirs, ours = pair
+    adapter, encoder, image = tiny.ip_adapter(ours.unet), tiny.clip_vision_projected(), tiny.picture(32, 32)
+    before = pictures(ours)
+    try:
+        for pipe in pair:
             pipe.register_modules(image_encoder=copy.deepcopy(encoder), feature_extractor=tiny.clip_images())
             pipe.load_ip_adapter(copy.deepcopy(adapter), subfolder="", weight_name="", image_encoder_folder=None)
-        pipe.set_ip_adapter_scale(scale)
-        return pipe(**tiny.arguments("sdxl", ip_adapter_image=image)).images
-
-    encoder, before = tiny.clip_vision_projected(), sdxl_installed(**tiny.arguments("sdxl")).images
-    theirs = copy.deepcopy(sdxl)
-    try:
         for scale in (0.8, 0.3):
-            expected = frames(theirs, scale)
-            assert relative(before, expected) > 1e-3
-            assert relative(frames(sdxl_installed, scale), expected) < FP32
+            for pipe in pair:
+                pipe.set_ip_adapter_scale(scale)
+            expected, found = (pictures(pipe, ip_adapter_image=image) for pipe in pair)
+            assert relative(before, expected) > 1e-3 and relative(found, expected) < FP32
     finally:
-        sdxl_installed.unload_ip_adapter()
-    assert relative(sdxl_installed(**tiny.arguments("sdxl")).images, before) < FP32
+        theirs.unload_ip_adapter(), ours.unload_ip_adapter()
+    assert relative(pictures(ours), before) < FP32
 
 
 @idiom("del-pipe")
-def test_a_pipeline_that_is_deleted_leaves_the_chips(plain):
+def test_a_pipeline_that_is_deleted_leaves_the_chips(plain, new_garbage):
     pipe = WanPipeline(**copy.deepcopy(plain.components)).to("cuda")
     vae, runners = pipe.vae, dict(pipe._tpu.runners)
     assert all(on_chips(pipe.transformer, vae))

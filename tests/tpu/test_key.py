@@ -219,7 +219,7 @@ def test_a_cache_that_is_filled_again_is_the_same_program(chips):
     theirs.transformer_blocks[0].attn.set_processor(Flux2KVAttnProcessor())
     theirs.single_transformer_blocks[0].attn.set_processor(Flux2KVParallelSelfAttnProcessor())
     ours = diffusers.tpu.install(copy.deepcopy(theirs))
-    image, text = torch.randn(3, 1, 9, 4), torch.randn(3, 1, 5, 32)
+    image, text = torch.randn(2, 1, 9, 4), torch.randn(2, 1, 5, 32)
 
     def places(count: int) -> torch.Tensor:
         return torch.stack([torch.arange(count) * (n == 1) for n in range(4)], -1)[None].float()
@@ -235,7 +235,7 @@ def test_a_cache_that_is_filled_again_is_the_same_program(chips):
         cache.double_block_caches[0].k_ref = cache.double_block_caches[0].k_ref * 2
         return [*found, model(**given, **later)[0]]
 
-    for n in range(3):
+    for n in range(2):
         with torch.no_grad():
             pairs = zip(answers(ours, n), answers(theirs, n))
         assert max(relative(*pair) for pair in pairs) < 1e-5
@@ -245,8 +245,9 @@ def test_a_cache_that_is_filled_again_is_the_same_program(chips):
 def test_no_forward_of_upstreams_reads_what_loaders_note():
     reading = set()
     for path in {*(ROOT / "src/diffusers/models").rglob("*.py")} - {ROOT / "src/diffusers/models/lora.py"}:  # layers
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef) and function.name in ("forward", "__call__", "encode", "decode"):
+        classes = [one for one in ast.parse(path.read_text()).body if isinstance(one, ast.ClassDef)]
+        for function in (one for cls in classes for one in cls.body if isinstance(one, ast.FunctionDef)):
+            if function.name in ("forward", "__call__", "encode", "decode"):
                 reading |= {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute)}
     assert len(reading) > 1000 and not reading & key.OF_LOADERS
 
@@ -290,7 +291,7 @@ class Held(torch.nn.Module):
         return self.tripled(x)
 
 
-def test_a_class_that_holds_its_model_does_not_keep_it(chips):
+def test_a_class_that_holds_its_model_does_not_keep_it(chips, new_garbage):
     def used() -> weakref.ref:
         model = Held()
         model.tripled = type("Scaled", (), {"__call__": lambda self, x: x * len([*model.children()]) + 1})()

@@ -83,9 +83,8 @@ def test_what_a_forward_leaves_and_reads_is_upstreams(attach, name, blocks, caps
     "name, blocks", [*((name, 0) for name in SCRATCH), ("emptied last", BLOCKS), ("flag", BLOCKS)]
 )
 def test_scratch_tables_and_what_the_first_call_does_stay_compiled(attach, name, blocks):
-    runner = as_upstream(
-        lambda model: attach(model, 1, 1, 1), lambda: made(SCRATCH[name], blocks, list=[], before=None)
-    )
+    build = functools.partial(made, SCRATCH[name], blocks, list=[], before=None)
+    runner = as_upstream(lambda model: attach(model, 1, 1, 1), build)
     assert not runner.eager and runner.compilations == 1
 
 

@@ -133,7 +133,7 @@ def test_a_session_with_loras(chips, pipes):
     assert not session.runner.eager
 
 
-def test_scales_and_swaps_trace_nothing_and_hold_nothing(chips, pipes):
+def test_scales_and_swaps_trace_nothing_and_hold_nothing(chips, pipes, new_garbage):
     """Changes, twice: the second time arrays on the chips are as many, and as large, as after the first."""
     session, files = Session(pipes, (2, 4, 1)), files_of(pipes[0])
     session.does(load("a", "1"), files)

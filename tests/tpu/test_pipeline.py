@@ -74,14 +74,6 @@ def test_ways_to_call(installed, wan, monkeypatch, changes):
     assert ran == {(dp, 8 // dp, 1)}
 
 
-def test_embeddings_given_latents_given_and_encode_prompt(installed, wan):
-    embeds, negative = installed.encode_prompt("a red circle", "left", max_sequence_length=24)
-    assert type(embeds) is torch.Tensor and embeds.device.type == "cpu"
-    latents = torch.randn(1, 16, 2, 4, 6)
-    given = call(prompt=None, prompt_embeds=embeds, negative_prompt_embeds=negative, latents=latents)
-    assert relative(installed(**given).frames, wan(**given).frames) < 1e-5
-
-
 @pytest.mark.parametrize("name, given", [("__call__", {"guidance_scale": 1.5}), ("encode_prompt", {"prompt": "left"})])
 def test_a_method_replaced_on_upstreams_class_is_called(installed, wan, monkeypatch, name, given):
     own = getattr(WanPipeline, name)
@@ -123,13 +115,14 @@ def test_to_a_dtype_and_to_nowhere(chips, wan):
 
 
 def test_saved_and_loaded_by_its_upstream_name(installed, tmp_path):
-    ours = installed(**call()).frames
-    installed.save_pretrained(tmp_path / "wan")
+    installed.to("cuda").save_pretrained(tmp_path / "wan")
     assert '"_class_name": "WanPipeline"' in (tmp_path / "wan" / "model_index.json").read_text()
     again = WanPipeline.from_pretrained(tmp_path / "wan")
-    again.set_progress_bar_config(disable=True)
     assert again._tpu.glue == "resident"
-    assert relative(again(**call()).frames, ours) < 1e-6
+    assert again.scheduler.config.items() <= installed.scheduler.config.items()
+    for name in ("text_encoder", "transformer", "vae"):
+        loaded, saved = (getattr(pipe, name).state_dict() for pipe in (again, installed))
+        assert loaded.keys() == saved.keys() and all(torch.equal(loaded[key], saved[key]) for key in saved)
     assert "_tpu" in vars(WanPipeline.from_pretrained(tmp_path / "wan", device_map="cuda"))
     assert "_tpu" not in vars(WanPipeline.from_pretrained(tmp_path / "wan", device_map="cpu"))
     with pytest.raises(NotImplementedError, match="device_map"):

@@ -157,10 +157,8 @@ def test_objects_of_upstreams_are_given_back_with_their_tensors(attach):
         given = module(x)
         assert type(given["cache"]) is Flux2KVCache and given["cache"].num_ref_tokens == 3
         assert [len(given["cache"].double_block_caches), given["cache"].get_double(0).k_ref] == [2, None]
-        for ours, theirs in zip(
-            (*given["cache"].get_double(1).get(), given["posterior"].mode()), (x + 1, x * 2, x * 3)
-        ):
-            assert relative(ours, theirs) < 1e-6
+        found = *given["cache"].get_double(1).get(), given["posterior"].mode()
+        assert max(map(relative, found, (x + 1, x * 2, x * 3))) < 1e-6
     assert runner.compilations == 1
 
 

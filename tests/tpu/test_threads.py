@@ -37,9 +37,8 @@ def pipelines(threads: int) -> list[WanPipeline]:
 
 def generate(pipe: WanPipeline, number: int, **others) -> np.ndarray:
     sizes = {"height": 16, "width": 16, "num_frames": 1, "num_inference_steps": 2, "guidance_scale": 5.0 + number}
-    return pipe(
-        **tiny.arguments("wan", prompt=PROMPTS[number], generator=tiny.fresh(number), **sizes), **others
-    ).frames
+    given = tiny.arguments("wan", prompt=PROMPTS[number], generator=tiny.fresh(number), **sizes)
+    return pipe(**given, **others).frames
 
 
 def together(calls: list) -> list:
@@ -184,11 +183,8 @@ def test_loaders_of_transformers_put_back_what_they_replace(tmp_path, monkeypatc
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
     config = CLIPTextConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, bos_token_id=0, eos_token_id=1)
     CLIPTextModel(config).save_pretrained(tmp_path)
-    load, before, open_file = (
-        checkpoint.checked(CLIPTextModel.from_pretrained),
-        modeling_utils.safe_open,
-        checkpoint._File,
-    )
+    load, before = checkpoint.checked(CLIPTextModel.from_pretrained), modeling_utils.safe_open
+    open_file = checkpoint._File
 
     def slowly(*args, **kwargs):
         time.sleep(0.3)

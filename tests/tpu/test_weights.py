@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -59,31 +60,17 @@ print(json.dumps([loading, placing - chips, chips, largest, str(pipe.transformer
 """
 
 
-def save(path, **components):
-    pipe = tiny.wan()
-    for name, module in components.items():
-        setattr(pipe, name, module)
-    pipe.save_pretrained(path, max_shard_size="100MB")
-    return path
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A tiny Wan on disk, float32."""
-    return save(tmp_path_factory.mktemp("tiny") / "wan")
-
-
 def load(path, dtype=torch.bfloat16, **kwargs):
     return WanPipeline.from_pretrained(path, torch_dtype=dtype, **kwargs)
 
 
 @pytest.fixture
-def both(chips, files, monkeypatch):
-    """The tiny Wan loaded in bfloat16, by us and by upstream."""
-    ours = load(files)
+def both(chips, wan_folder, monkeypatch):
+    """The tiny Wan, whose files are of float32, loaded in bfloat16, by us and by upstream."""
+    ours = load(wan_folder)
     with monkeypatch.context() as off:
         off.setenv("DIFFUSERS_TPU", "off")
-        theirs = load(files)
+        theirs = load(wan_folder)
     yield ours, theirs
     tpu.uninstall(ours)
 
@@ -107,7 +94,8 @@ def test_the_host_holds_a_tensor_at_a_time(tmp_path):
         model = WanTransformer3DModel(**sizes, freq_dim=64, rope_max_seq_len=64)
     model.to_empty(device="cpu")
     size = sum(p.nbytes for p in model.parameters()) / 2**20
-    path = save(tmp_path / "wan", transformer=model)
+    path = tmp_path / "wan"
+    tiny.wan(transformer=model).save_pretrained(path, max_shard_size="100MB")
     assert size > 590 and len(list((path / "transformer").glob("*.safetensors"))) > 4
     variables = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_CACHE": "off"}
     variables["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once: the peak is of what is alive
@@ -180,9 +168,9 @@ NAMES = ("blocks.1.ffn.net.2.weight", "encoder.block.0.layer.1.DenseReluDense.wo
 
 
 @pytest.mark.parametrize("folder, name", [*zip(("transformer", "text_encoder"), NAMES)])
-def test_missing_and_surplus_weights_are_named(chips, tmp_path, warned, folder, name):
+def test_missing_and_surplus_weights_are_named(chips, wan_folder, tmp_path, warned, folder, name):
     """One weight renamed: that one is missing, the other one too many."""
-    path = save(tmp_path / "wan")
+    path = shutil.copytree(wan_folder, tmp_path / "wan")
     (file,) = (path / folder).glob("*.safetensors")
     tensors = safetensors.torch.load_file(file)
     tensors["surplus.weight"] = tensors.pop(name)
