@@ -229,3 +229,4 @@ def test_blocks_fit(generation):
         assert blocks.lines % blocks.piece == 0 and (blocks.features % LANES == 0 or blocks.features == features)
         assert math.prod(taps) * channels * blocks.features <= MOST_WORK or blocks.features == LANES
     assert choose((128, 1, 128), 1 << 20, 128, (3, 1, 3), generation) is None
+    assert [convolution_kernel._lanes(features, 3, 256) for features in (3, 96, 320, 640)] == [3, 128, 320, 640]
