@@ -41,9 +41,8 @@ LEAST_PIECE = 224  # positions whose product takes as long as loading weights in
 MOST_POSITIONS = 8192  # of one grid step
 MOST_WORK = 4_000_000  # taps x channels x features of a block: 4 s of a core to compile; twice as much runs no faster
 LEAST_CHANNELS = 64
-FILLED_BYTES = (
-    32 << 20
-)  # of a map of few channels that is padded: XLA takes half a minute for a UNet's first layer and the norm after it
+# Of a map of few channels that is padded: XLA takes half a minute for a UNet's first layer and the norm after it.
+FILLED_BYTES = 32 << 20
 
 
 class Blocks(NamedTuple):

@@ -122,11 +122,13 @@ def choose(
             waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
             # Columns occupy whole units, which fill and drain for each tile: some 250 cycles in the schedules of 4 to 12 units.
             taken = compute * round_up(width, chip.matrix_side) / width + down * height * across / chip.clock
-            found.append((max(taken + stepping, wait), moved, compute, work, waits, Blocks(height, width)))
-    # If HBM takes less than this share of the units' time: more work a tile where that makes the layer a tenth quicker.
+            # More than MUCH_WORK must make the layer a tenth quicker.
+            seconds = max(taken + stepping, wait) * (1 if work <= MUCH_WORK else 1.1)
+            found.append((seconds, moved, compute, work, waits, Blocks(height, width)))
+    # At most this much work a tile, if HBM takes less than this share of the units' time.
     for most, share in ((MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
         if fitting := [one for one in found if one[3] <= most and one[4] <= share]:
-            return min(fitting, key=lambda one: (one[0] * (1 if one[3] <= MUCH_WORK else 1.1), *one[1:3]))[-1]
+            return min(fitting, key=lambda one: one[:3])[-1]
     return None
 
 

@@ -81,16 +81,11 @@ def attention(
         near = _nearest(settings, q.shape[2], q.shape[2])
         mask = near and masks.Mask(nearest=near)
     whole = functools.partial(masks.in_scores, mask=mask, scale=scale)
-    run, how = _dispatch(settings, *jax.eval_shape(whole, q, k, v))
+    _, how = _dispatch(settings, *jax.eval_shape(whole, q, k, v))
     _record(how)
     if not isinstance(q, jax.core.Tracer):
         return _program(settings, scale)(q, k, v, mask)
-
-    def attend(q, k, v):
-        *operands, left = whole(q, k, v)
-        return run(*operands, mask=left, scale=scale)
-
-    return _named(attend, mask and mask.nearest)(q, k, v)
+    return _named(lambda q, k, v: _attended(settings, q, k, v, mask, scale), mask and mask.nearest)(q, k, v)
 
 
 def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
@@ -167,14 +162,19 @@ def _dispatch(settings: Settings, q, k, v, mask) -> tuple[Callable, Dispatch]:
     return run, Dispatch(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason)
 
 
+def _attended(settings: Settings, q, k, v, mask: masks.Mask | None, scale: float) -> Out:
+    """Attention over all chips by the kernel for these arrays, with `Mask.product` in the scores."""
+    *operands, left = masks.in_scores(q, k, v, mask=mask, scale=scale)
+    run, _ = _dispatch(settings, *operands, left)
+    return run(*operands, mask=left, scale=scale)
+
+
 @functools.lru_cache(maxsize=256)
 def _program(settings: Settings, scale: float):
     """Jitted attention for calls outside of a trace."""
 
     def scaled_dot_product_attention(q, k, v, mask):
-        *operands, left = masks.in_scores(q, k, v, mask=mask, scale=scale)
-        run, _ = _dispatch(settings, *operands, left)
-        return run(*operands, mask=left, scale=scale)
+        return _attended(settings, q, k, v, mask, scale)
 
     return jax.jit(scaled_dot_product_attention)
 
