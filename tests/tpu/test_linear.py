@@ -92,7 +92,11 @@ def test_blocks_fit_and_keep_the_units_busy(generation):
         blocks = linear.choose(rows, 12288, 3072, generation)
         most = max(round_up(rows, linear.TILE_ROWS), linear.MOST_FILL * rows)
         assert blocks is None or round_up(rows, blocks.rows) <= most
-    for rows, columns, depth in [(8858, 2432, 9728), (47616, 1792, 7168), (4224, 3840, 10240)]:  # columns fill whole units of 256
+    for rows, columns, depth in [
+        (8858, 2432, 9728),
+        (47616, 1792, 7168),
+        (4224, 3840, 10240),
+    ]:  # columns fill whole units of 256
         blocks = linear.choose(rows, columns, depth, "v6e", residual=True)
         assert -(-columns // blocks.columns) * round_up(blocks.columns, 256) < 1.06 * columns
     assert linear.choose(4096, 1280, 1 << 20, generation) is None
