@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import TPUConfig, bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.kernels import linear, narrow
+from diffusers.tpu.kernels import linear, linear_blocks, narrow
 from diffusers.tpu.kernels.pallas import round_up
 from diffusers.tpu.kernels.settings import Settings, using
 
@@ -73,7 +73,7 @@ def test_any_number_of_rows(activation, bias):
     columns = 16 * int(rng.integers(1, 8)) if activation == "gelu" else 64 * int(rng.integers(2, 16))
     rows, depth = int(rng.integers(1, 1500)), 64 * int(rng.integers(2, 8))
     x, w, b = draw(rows, depth), draw(columns, depth), draw(columns) if bias else None
-    blocks = linear.Blocks(int(rng.choice([256, 512])), 128 * int(rng.integers(1, 4)))
+    blocks = linear_blocks.Blocks(int(rng.choice([256, 512])), 128 * int(rng.integers(1, 4)))
     run = jax.jit(lambda x, w, b: linear.tpu_linear(x, w, b, activation=activation, blocks=blocks, interpret=True))
     ours = run(x[None], w, b)[0]
     theirs = wide(x) @ wide(w).T + (0 if b is None else wide(b))
@@ -85,23 +85,23 @@ def test_any_number_of_rows(activation, bias):
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "v7x", None])
 def test_blocks_fit_and_keep_the_units_busy(generation):
     for rows, columns, depth in [(18900, 5120, 5120), (18900, 13824, 5120), (9450, 5120, 13824), (32760, 8960, 1536)]:
-        blocks = linear.choose(rows, columns, depth, generation)
-        assert blocks is not None and blocks.rows % linear.TILE_ROWS == blocks.columns % linear.LANES == 0
-        assert blocks.columns * depth <= linear.MOST_WORK
+        blocks = linear_blocks.choose(rows, columns, depth, generation)
+        assert blocks is not None and blocks.rows % linear_blocks.TILE_ROWS == blocks.columns % linear.LANES == 0
+        assert blocks.columns * depth <= linear_blocks.MOST_WORK
     for rows in (226, 333, 512, 1024, 1152):  # padding is no work
-        blocks = linear.choose(rows, 12288, 3072, generation)
-        most = max(round_up(rows, linear.TILE_ROWS), linear.MOST_FILL * rows)
+        blocks = linear_blocks.choose(rows, 12288, 3072, generation)
+        most = max(round_up(rows, linear_blocks.TILE_ROWS), linear_blocks.MOST_FILL * rows)
         assert blocks is None or round_up(rows, blocks.rows) <= most
     for rows, columns, depth in [
         (8858, 2432, 9728),
         (47616, 1792, 7168),
         (4224, 3840, 10240),
     ]:  # columns fill whole units of 256
-        blocks = linear.choose(rows, columns, depth, "v6e", residual=True)
+        blocks = linear_blocks.choose(rows, columns, depth, "v6e", residual=True)
         assert -(-columns // blocks.columns) * round_up(blocks.columns, 256) < 1.06 * columns
-    assert linear.choose(4096, 1280, 1 << 20, generation) is None
+    assert linear_blocks.choose(4096, 1280, 1 << 20, generation) is None
     # of FLUX.1's single blocks on v6e-4 the compiler said: 118.9 MiB of 116
-    assert linear.choose(1024, 3072, 15360, "v6e", residual=True) != linear.Blocks(768, 1024)
+    assert linear_blocks.choose(1024, 3072, 15360, "v6e", residual=True) != linear_blocks.Blocks(768, 1024)
 
 
 @pytest.mark.parametrize("rows, samples", [(1040, 1), (1042, 3), (78, 1)])

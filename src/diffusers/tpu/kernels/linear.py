@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ..chips.figures import chip_of
 from .kept import is_worth_its_room, layer_result
+from .linear_blocks import TILE_ROWS, Blocks, choose
 from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
 from .pallas import (
     LANES,
@@ -29,21 +28,13 @@ from .pallas import (
     cost,
     layer_of_stack,
     product,
-    round_up,
     vmem_room,
     with_gradients_of,
 )
-from .rows import LEAST_ROWS, LEAST_WHOLE_ROWS, rows_over_mesh, whole_lanes
+from .rows import LEAST_WHOLE_ROWS, rows_over_mesh, whole_lanes
 from .settings import Settings
 
 
-TILE_ROWS = 256  # of x against one block of w: straight-line code
-MOST_WHOLE_ROWS = 1536  # in one block
-MOST_FILL = 1.25  # times a layer's rows and columns: of a block of 1,024 with 512 rows half is wasted
-MUCH_WORK = 9_300_000  # columns x depth of one tile, straight-line code: compiles in some 3 s on two cores
-MOST_WORK = 18_000_000  # the same, if a layer takes a tenth more time with less: 6 s
-DEEP = 13_824  # beyond it the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
-SHORT = 2e-5  # seconds; XLA may compile a shorter layer for a minute, in one loop with what precedes it (SD 1.5)
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 # Polynomial in x, from 0 to 6, of log(cdf(-x)) of the normal distribution: least squares, reweighted to equal errors. The cdf's
 # relative error is 5e-5; beyond 6, GELU gives -6e-9 in place of results between that and zero.
@@ -70,66 +61,6 @@ ACTIVATIONS = {
 EXACT_ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu,
 }  # fmt: skip
-
-
-class Blocks(NamedTuple):
-    """`rows` of x and `columns` of the result (rows of w) in one grid step."""
-
-    rows: int
-    columns: int
-
-
-def choose(
-    rows: int,
-    columns: int,
-    depth: int,
-    generation: str | None = None,
-    residual=False,
-    patient=False,
-    narrow=False,
-    products: int = 1,
-) -> Blocks | None:
-    """The fastest blocks for bfloat16 operands, or `narrow` ones of 8 bits, and of these those that read HBM least. None if units
-    would wait for HBM, or compute more than `MOST_FILL`, in a layer of many rows that is neither `SHORT` nor `patient`.
-
-    VMEM: two buffers of x [rows, depth], of w [columns, depth] of each of the `products`, of the result and a residual [rows,
-    columns]; and what the compiler spills: a tile of each product in float32, twice, and a tile of x if matrix units have 128 rows
-    (v5e) or rows are `DEEP`.
-    """
-    chip, found, results = chip_of(generation), [], 2 if residual else 1
-    depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1) / products
-    useful, whole = 2 * rows * columns * depth / flops, round_up(rows, TILE_ROWS)
-    patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT or columns < LANES
-    # The kernel would take the layer without its residual, which would then be added in a separate pass.
-    patient = patient or (residual and choose(rows, columns, depth, generation) is not None)
-    heights = (1024, 768, 512, 256) if whole > MOST_WHOLE_ROWS or whole <= 1024 else (whole, 1024, 768, 512, 256)
-    for count in range(1, max(columns // LANES, 1) + 1):
-        width = round_up(-(-columns // count), LANES)
-        for height in heights:
-            vmem = 2 * size * (height + products * width) * depth + 4 * results * height * width
-            vmem += 8 * TILE_ROWS * width * products
-            vmem += size * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
-            vmem += 8 * LANES * height if narrow else 0  # scales of rows, in whole lanes
-            work = width * depth * size * products // 2
-            if work > MOST_WORK or vmem > vmem_room(generation):
-                continue
-            across, down = -(-columns // width), -(-rows // height)
-            # If all rows are one block, x is read once.
-            read = (across if down > 1 else 1) * rows * depth + products * columns * depth
-            moved = size * read + 2 * results * rows * columns
-            compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
-            wait = moved / chip.hbm_bandwidth
-            waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
-            # Columns occupy whole units, which fill and drain for each tile: some 250 cycles in the schedules of 4 to 12 units.
-            taken = compute * round_up(width, chip.matrix_side) / width + down * height * across / chip.clock
-            # More than MUCH_WORK must make the layer a tenth quicker.
-            seconds = max(taken + stepping, wait) * (1 if work <= MUCH_WORK else 1.1)
-            found.append((seconds, moved, compute, work, waits, Blocks(height, width)))
-    # At most this much work a tile, if HBM takes less than this share of the units' time.
-    for most, share in ((MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
-        if fitting := [one for one in found if one[3] <= most and one[4] <= share]:
-            return min(fitting, key=lambda one: one[:3])[-1]
-    return None
 
 
 @functools.partial(jax.jit, static_argnames=("turned", "activation", "blocks", "generation", "interpret"), inline=True)
