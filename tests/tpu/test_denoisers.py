@@ -16,7 +16,7 @@ from conftest import relative, slow
 from denoisers import WIDTH, built, inputs
 from diffusers import Flux2Transformer2DModel, tpu
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
-from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection, PatchEmbed
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
@@ -289,6 +289,32 @@ def test_the_longest_stream_is_split_between_blocks(attach):
     (program,) = runner.programs.values()
     (loop,) = (line for line in program.compiled.as_text().splitlines() if " while(" in line)
     assert {"f32[1,8,16]", "f32[1,6,16]"} == set(re.findall(r"f32\[1,\d+,16\]", loop.partition(" while(")[0]))
+
+
+class WithPlaces(torch.nn.Module):
+    """A larger map's positions, of which upstream cuts the middle, as in Stable Diffusion 3."""
+
+    _repeated_blocks = ["Linear"]
+
+    def __init__(self):
+        super().__init__()
+        self.embed = PatchEmbed(16, 16, 1, 4, 16, pos_embed_max_size=24)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x, return_dict=False):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return (x,)
+
+
+def test_every_chip_cuts_its_part_of_a_table(attach):
+    theirs, given = WithPlaces(), {"x": torch.randn(1, 4, 16, 16)}
+    ours = copy.deepcopy(theirs)
+    runner = attach(ours, 1, 4, 1, plan=declared_plan(ours))
+    assert relative(answers(ours, given), answers(theirs, given)) < 1e-6
+    (program,) = runner.programs.values()
+    assert "collective-permute" not in program.compiled.as_text()
 
 
 class Shifted(torch.nn.Linear):

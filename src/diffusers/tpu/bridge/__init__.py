@@ -21,6 +21,7 @@ from .environment import DEVICE, Deferred, environment, on_device, quiet_integer
 from .host_values import READS, ValueRead, plain
 from .host_values import apart as known_apart
 from .host_values import of_tensor as known_values
+from .indexing import whole_on_chips
 from .joined import rotated
 from .layers import by_output, lying, unpacked
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks

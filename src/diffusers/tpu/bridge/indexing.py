@@ -11,7 +11,7 @@ from ..kernels.pallas import LANES
 from ..kernels.settings import current
 from .made_of import made_of, operands
 from .on_host import NotTaken
-from .views import Step, as_view, has_values
+from .views import Step, as_view, base_of, has_values
 
 
 aten = torch.ops.aten
@@ -42,9 +42,18 @@ def _get_item(plain, self, key):
     array = self.jax()
     _check_places(array.shape, parts)
     of_a_list = type(key) is int and array.ndim > 0 and -len(array) <= key < len(array) and has_values(array)
-    part = Tensor(_entry(array, key % len(array)) if of_a_list else array[key], self._env)
+    part = _entry(array, key % len(array)) if of_a_list else array[key]
+    if (everywhere := operands(base_of(self), whole_on_chips)) is not None:
+        part = jax.lax.with_sharding_constraint(part, *everywhere)
+    part = Tensor(part, self._env)
     named = any(isinstance(one, (bool, np.ndarray)) for one in parts)
     return part if named else as_view(self, part, Step(torch.Tensor.__getitem__, (key,), {}))
+
+
+def whole_on_chips(weight: Tensor, everywhere: jax.sharding.Sharding) -> Tensor:
+    """The weight, which every chip has; records this sharding, which its slices keep. The compiler would cut a table of positions for
+    the chips of the sequence that it is added to, and exchange what lies elsewhere (Stable Diffusion 3.5 medium: 2.2 of 11.7 ms)."""
+    return made_of(weight, whole_on_chips, everywhere)
 
 
 def _parts(key) -> tuple:

@@ -118,6 +118,7 @@ def linear(input, weight, bias=None):
     if everywhere is None and (result := fast_linear(first, w, b, "", current(), **layer.lies)) is not None:
         return of_layer(Tensor(result, input._env), layer)
     dtype = jnp.promote_types(x.dtype, w.dtype)
+    x = jnp.concatenate(_computed_before([x] if last is None else [first, last]), -1)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = (result if b is None else result + b).astype(dtype)
     if everywhere is not None:
@@ -127,6 +128,12 @@ def linear(input, weight, bias=None):
     if everywhere is not None:
         return result
     return of_layer(result, Layer(x, w, b, layer.settings, lies, by_kernel=False))
+
+
+def _computed_before(parts: list[jax.Array]) -> list[jax.Array]:
+    """Inputs of a product by XLA, which would else compute what precedes them, such as an activation, again for each of its tiles."""
+    many = math.prod(parts[0].shape[:-1]) > FEW_ROWS and isinstance(parts[0], jax.core.Tracer)
+    return jax.lax.optimization_barrier(parts) if many and current().own_layers else parts
 
 
 def by_position(input, weight, b) -> Tensor | None:
@@ -185,7 +192,8 @@ def _by_projection(input, bias, stored: Tensor, packed: Packed) -> Tensor:
         jnp.einsum, "...a,ba->...b", preferred_element_type=jnp.promote_types(dtype, jnp.float32)
     )
     if axis == 1:
-        result = sum(map(product, jnp.split(x, [*itertools.accumulate(sizes)][:-1], -1), weights))
+        parts = jnp.split(x, [*itertools.accumulate(sizes)][:-1], -1)
+        result = sum(map(product, _computed_before(parts), weights))
         result = result if bias is None else result + bias.jax()
         return Tensor(layer_result(result.astype(dtype), w.shape[1]), input._env)
     biases = [None] * len(sizes) if bias is None else packed.parts(bias.jax(), 0)

@@ -97,10 +97,15 @@ class Shared:
         return back if part.size == whole.size else jnp.where(placed(jnp.ones_like(part))[0] != 0, back, whole)
 
 
+def base_of(t: Tensor) -> Tensor:
+    """The tensor that holds the values of a view; the tensor itself if it is no view."""
+    shared = vars(t).get("_shared")
+    return t if shared is None else shared.base
+
+
 def storage(t: Tensor) -> jax.Array | None:
     """The array that holds a tensor's values, for a view its base's; None where it is not computed yet."""
-    shared = vars(t).get("_shared")
-    return vars(t if shared is None else shared.base).get("_array")
+    return vars(base_of(t)).get("_array")
 
 
 def parts(t: Tensor) -> str | None:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .kept import is_worth_its_room, layer_result
-from .linear_blocks import TILE_ROWS, Blocks, choose
+from .linear_blocks import MOST_FILL, Blocks, choose
 from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
 from .pallas import (
     LANES,
@@ -128,7 +128,7 @@ def tpu_linear(
         return product(r.x[at, :], first, 0 if turned else 1) + product(r.y[at, :], last, 0 if turned else 1)
 
     def tile(r, n):
-        at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
+        at = pl.ds(pl.multiple_of(n * blocks.tile, blocks.tile), blocks.tile)
         if scales is None:
             result = of_inputs(r, at, r.w)
         else:
@@ -146,7 +146,7 @@ def tpu_linear(
         r.o[at, :] = result
 
     return call_kernel(
-        lambda r: pl.loop(0, blocks.rows // TILE_ROWS)(functools.partial(tile, r)),
+        lambda r: pl.loop(0, blocks.rows // blocks.tile)(functools.partial(tile, r)),
         "linear_kernel",
         (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
         operands,
@@ -261,7 +261,7 @@ def _kernel_for(
         turns = gate is None and x.ndim > 2 and ends_within and not x.shape[-3] % SUBLANES
         by_row = x, residual, beside
         x, residual, beside = (jnp.swapaxes(rows, -2, -3) if turns and rows is not None else rows for rows in by_row)
-        apart = gate is not None or (ends_within and not turns and x.shape[-2] > blocks.rows)
+        apart = gate is not None or (ends_within and not turns and MOST_FILL * x.shape[-2] > blocks.rows)
         batch = math.prod(x.shape[:-2]) if apart else 1
         flat, scales = x.reshape(batch, -1, x.shape[-1]), None
         if narrow:

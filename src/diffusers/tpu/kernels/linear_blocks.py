@@ -4,12 +4,12 @@ import math
 from typing import NamedTuple
 
 from ..chips.figures import chip_of
-from .pallas import LANES, round_up, vmem_room
+from .pallas import LANES, SUBLANES, round_up, vmem_room
 from .rows import LEAST_ROWS
 
 
-TILE_ROWS = 256  # of x against one block of w: straight-line code
-MOST_WHOLE_ROWS = 1536  # in one block
+TILE_ROWS = 256  # of x against one block of w, or up to half as many more that divide them evenly: straight-line code
+MOST_TILES = 6  # in one block
 MOST_FILL = 1.25  # times a layer's rows and columns: of a block of 1,024 with 512 rows half is wasted
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight-line code: compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same, if a layer takes a tenth more time with less: 6 s
@@ -18,10 +18,11 @@ SHORT = 2e-5  # seconds; XLA may compile a shorter layer for a minute, in one lo
 
 
 class Blocks(NamedTuple):
-    """`rows` of x and `columns` of the result (rows of w) in one grid step."""
+    """`rows` of x and `columns` of the result (rows of w) in one grid step, `tile` rows at a time."""
 
     rows: int
     columns: int
+    tile: int = TILE_ROWS
 
 
 def choose(
@@ -43,19 +44,20 @@ def choose(
     """
     chip, found, results = chip_of(generation), [], 2 if residual else 1
     depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1) / products
-    useful, whole = 2 * rows * columns * depth / flops, round_up(rows, TILE_ROWS)
+    useful = 2 * rows * columns * depth / flops
     patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT or columns < LANES
     # The kernel would take the layer without its residual, which would then be added in a separate pass.
     patient = patient or (residual and choose(rows, columns, depth, generation) is not None)
-    heights = (1024, 768, 512, 256) if whole > MOST_WHOLE_ROWS or whole <= 1024 else (whole, 1024, 768, 512, 256)
+    tiles = {tile: -(-rows // tile) for tile in _tiles(rows, 4 * SUBLANES // size)}
+    heights = [(n * tile, tile) for tile, whole in tiles.items() for n in (whole, 4, 3, 2, 1) if n <= MOST_TILES]
     for count in range(1, max(columns // LANES, 1) + 1):
         width = round_up(-(-columns // count), LANES)
-        for height in heights:
+        for height, tile in heights:
             vmem = 2 * size * (height + products * width) * depth + 4 * results * height * width
-            vmem += 8 * TILE_ROWS * width * products
-            vmem += size * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
+            vmem += 8 * tile * width * products
+            vmem += size * tile * depth if chip.matrix_side < 256 or depth > DEEP else 0
             vmem += 8 * LANES * height if narrow else 0  # scales of rows, in whole lanes
-            work = width * depth * size * products // 2
+            work = width * depth * size * products * tile // (2 * TILE_ROWS)
             if work > MOST_WORK or vmem > vmem_room(generation):
                 continue
             across, down = -(-columns // width), -(-rows // height)
@@ -64,14 +66,22 @@ def choose(
             moved = size * read + 2 * results * rows * columns
             compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
-            waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
+            waits = wait / compute if compute <= MOST_FILL * useful else math.inf
             # Columns occupy whole units, which fill and drain for each tile: some 250 cycles in the schedules of 4 to 12 units.
-            taken = compute * round_up(width, chip.matrix_side) / width + down * height * across / chip.clock
+            taken = compute * round_up(width, chip.matrix_side) / width
+            taken += down * height // tile * TILE_ROWS * across / chip.clock
             # More than MUCH_WORK must make the layer a tenth quicker.
             seconds = max(taken + stepping, wait) * (1 if work <= MUCH_WORK else 1.1)
-            found.append((seconds, moved, compute, work, waits, Blocks(height, width)))
+            found.append((seconds, moved, compute, work, waits, Blocks(height, width, tile)))
     # At most this much work a tile, if HBM takes less than this share of the units' time.
     for most, share in ((MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
         if fitting := [one for one in found if one[3] <= most and one[4] <= share]:
             return min(fitting, key=lambda one: one[:3])[-1]
     return None
+
+
+def _tiles(rows: int, of_register: int) -> tuple[int, ...]:
+    """Rows of a tile: those of equal tiles, of at least `TILE_ROWS`, that fill whole registers; if rows are many, also `TILE_ROWS`."""
+    even = round_up(-(-rows // max(rows // TILE_ROWS, 1)), of_register)
+    even = even if even <= TILE_ROWS * 3 // 2 else TILE_ROWS
+    return (even,) if rows <= MOST_TILES * TILE_ROWS else (TILE_ROWS, even)

@@ -23,6 +23,7 @@ from ...bridge import (
     lying,
     quiet_integers,
     unpacked,
+    whole_on_chips,
 )
 from ...chips.sharding import INFERRED, STORAGE_AXES, TOKENS, ModelPlan, Packed, axes_of
 from ...common import notices
@@ -234,7 +235,10 @@ class PureFunction:
             return by_output(weight, NamedSharding(self.attention.mesh, PartitionSpec()))
         axis = next((n for n, entry in enumerate(spec) if "tp" in axes_of(entry)), None)
         narrow = self._narrow(array, spec) if layers is None else None
-        weight = weight if axis is layers is narrow is None else lying(weight, axis, layers, narrow)
+        if axis is not None or layers is not None or narrow is not None:
+            weight = lying(weight, axis, layers, narrow)
+        elif halo_shards() is None:
+            weight = whole_on_chips(weight, there)
         return unpacked(weight, self.packed[key]) if key in self.packed else weight
 
     def _narrow(self, array, spec: PartitionSpec) -> Narrow | None:

@@ -50,18 +50,23 @@ def key_bounds(
     interpret=None,
     beside: tuple | None = None,
     meanwhile: Callable = lambda mean, maxima: (mean, maxima),
+    count: Int[Array, ""] | int | None = None,
 ) -> KeyBounds:
     """The bounds of each head's keys and values, the same on all chips.
 
     Args:
         seen: which keys some query sees, or how many of the first; None: all. Other keys may hold anything, even NaN.
+        count: how many keys of all chips some query sees, if `seen` is a number; None: `seen`, on one chip.
         axis: the mesh axis along which `chips` chips hold different keys of the same heads.
         interpret: of the kernel that computes norms; None: XLA does.
         beside: (keys, values, which are seen) of the same heads, replicated on every chip.
         meanwhile: called with (mean over all chips, this chip's maxima) before maxima are reduced over chips; returns both.
     """
     highest = functools.partial(lax.pmax, axis_name=axis) if axis else lambda x: x
-    centre = _mean_key(k, seen, functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x, chips, beside)
+    total = functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x
+    if count is None and (seen is None or seen.ndim == 0):
+        count = k.shape[2] * chips if seen is None else seen
+    centre = _mean_key(k, seen, total, count, beside)
     point = centre.astype(jnp.float32).sum(2)
     centre, maxima = meanwhile(centre, _measured(k, v, point, seen, interpret))
     reach, radius, largest = map(highest, maxima)
@@ -75,20 +80,15 @@ def key_bounds(
     return KeyBounds(reach, centre, radius)
 
 
-def _mean_key(k, seen, total, chips: int, beside) -> Float[Array, "B K 8 D"]:
-    """`KeyBounds.centre`. `total`: the sum over chips."""
+def _mean_key(k, seen, total, count, beside) -> Float[Array, "B K 8 D"]:
+    """`KeyBounds.centre`. `total`: the sum over chips. `count`: of all chips' keys; None: `seen` says which."""
     batch, heads, tokens, dim = k.shape
-    if seen is None:
-        count, sums = tokens * chips, by_token(k).astype(jnp.float32).sum(1).reshape(batch, heads, dim)
-    elif seen.ndim == 0:
-        count = jnp.maximum(total(seen), 1)
-        wide = jnp.where(jnp.arange(tokens)[:, None] < seen, by_token(k).astype(jnp.float32), 0.0)
-        sums = wide.sum(1).reshape(batch, heads, dim)
-    else:
-        count = jnp.maximum(total(seen.sum(2)), 1)
-        wide = by_token(jnp.where(seen, k.astype(jnp.float32), 0.0))
-        sums = wide.sum(1).reshape(batch, heads, dim)
-    sums = total(sums)
+    wide = by_token(k).astype(jnp.float32)
+    if count is None:
+        count, wide = total(seen.sum(2)), by_token(jnp.where(seen, k.astype(jnp.float32), 0.0))
+    elif seen is not None:
+        wide = jnp.where(jnp.arange(tokens)[:, None] < seen, wide, 0.0)
+    sums, count = total(wide.sum(1).reshape(batch, heads, dim)), jnp.maximum(count, 1)
     if beside is not None:
         others, _, seen = beside
         wide = others.astype(jnp.float32)

@@ -177,12 +177,15 @@ def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: S
 def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text, *meanwhile: Callable) -> KeyBounds:
     """`key_bounds` of all heads, over the keys of all chips of a Ulysses group. With text there is no ring."""
     tokens, ulysses = k.shape[2], split.ulysses
-    place, seen = lax.axis_index("ulysses"), None
-    if kv_len < split.ring * ulysses * tokens:
-        chip = place if text is not None else lax.axis_index("ring") * ulysses + place
-        seen = jnp.clip(kv_len - chip * tokens, 0, tokens)
+    seen = count = None
+    if (
+        kv_len < split.ring * ulysses * tokens
+    ):  # computed here: even the sum of one number waits for what is on the links
+        left = kv_len if text is not None else kv_len - lax.axis_index("ring") * ulysses * tokens
+        seen = jnp.clip(left - lax.axis_index("ulysses") * tokens, 0, tokens)
+        count = jnp.clip(left, 0, ulysses * tokens)
     beside = text and (text.k, text.v, None if text.seen is None else text.seen[:, None, :, None])
-    return key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside, *meanwhile)
+    return key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside, *meanwhile, count=count)
 
 
 def around_ring(q, k, v, mask: Mask | None = None, bounds=None, *, local, kv_len: int, ring: int, place):
