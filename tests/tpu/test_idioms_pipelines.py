@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import random
 import weakref
 
 import numpy as np
@@ -281,6 +282,12 @@ def test_a_pipeline_made_of_an_installed_one_with_a_list_of_controlnets_more(pai
     pipe = made_of(ours, nets).to("cuda")
     assert relative(pictures(pipe, **given), expected) < FP32
     assert pipe._tpu.runners["unet"] is ours._tpu.runners["unet"]
+    other = {
+        **given,
+        "controlnet_conditioning_scale": [random.random() for _ in nets],
+        "control_guidance_end": [0.5, 1.0],
+    }
+    assert relative(pictures(pipe, **other), pictures(made_of(theirs, copy.deepcopy(nets)), **other)) < FP32
     assert programs(pipe.controlnet) == 1 and on_chips(pipe.controlnet) == [True]
     controlnet = pipe.controlnet
     del pipe
@@ -296,11 +303,15 @@ def test_an_ip_adapter_loaded_into_an_installed_pipeline(pair):
         for pipe in pair:
             pipe.register_modules(image_encoder=copy.deepcopy(encoder), feature_extractor=tiny.clip_images())
             pipe.load_ip_adapter(copy.deepcopy(adapter), subfolder="", weight_name="", image_encoder_folder=None)
-        for scale in (0.8, 0.3):
+        counted = []
+        for scale in (0.8, random.uniform(0.1, 0.9), {"up": random.random()}, {"up": random.random()}, 0.0):
             for pipe in pair:
                 pipe.set_ip_adapter_scale(scale)
             expected, found = (pictures(pipe, ip_adapter_image=image) for pipe in pair)
-            assert relative(before, expected) > 1e-3 and relative(found, expected) < FP32
+            assert scale == 0 or relative(before, expected) > 1e-4
+            assert relative(found, expected) < FP32
+            counted.append(programs(ours.unet))
+        assert np.diff(counted).tolist() == [0, 1, 0, 1]  # a program for which scales are zero, none for their values
     finally:
         theirs.unload_ip_adapter(), ours.unload_ip_adapter()
     assert relative(pictures(ours), before) < FP32

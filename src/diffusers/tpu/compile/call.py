@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import bridge
@@ -20,6 +20,7 @@ from .state import Unread, is_data, of_object, opened
 
 
 MOST_COMPARED = 1 << 16  # values; larger tensors are compared by identity. Each branch makes its own position ids
+STRENGTH = "conditioning_scale"  # of a ControlNet's residuals: a new value needs no new program
 LATENTS, TIMESTEPS = ("hidden_states", "sample"), ("timestep", "timesteps", "t")  # of a denoiser's arguments
 ONLY_BACKWARD = "expected first derivatives by backward(), got {}: for others call diffusers.tpu.uninstall(pipe) first"
 _HASHABLE = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
@@ -29,7 +30,7 @@ _HASHABLE = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.dev
 class Values:
     """What a call computes with: immutable arrays, so that writes to the call's tensors do not affect a deferred call.
 
-    `weights` are the module's by key; `placement` changes when they do. `numbers`: LoRA scales by key. `versions`: of the tensors
+    `weights` are the module's by key; `placement` changes when they do. `numbers`: adapters' scales by key. `versions`: of the tensors
     that `inputs` were made from.
     """
 
@@ -50,6 +51,7 @@ class Call:
         batched: of each tensor, whether its first axis is the batch, if calls can run as one. `images`: the batch of any model.
         state, guards: the module's state when it was made, and values of guards; both are in its program's key too.
         scale: what the scales of LoRA layers are multiplied by.
+        strengths: places among `tensors` of numbers, which are inputs of its program.
         step: its step of the module's step cache, if there is one.
         given: the caller's own args and kwargs; `unread`: why no key can be made of them.
         wanted: what its program is differentiated by (`gradients.Wanted`), if it is.
@@ -67,6 +69,7 @@ class Call:
     batch: int | None
     state: object = None
     scale: float = 1.0
+    strengths: tuple[int, ...] = ()
     step: tracing.Step = field(default_factory=lambda: tracing.Step(None, [], lambda *_: None))
     guards: tuple = ()
     values: Values | None = None
@@ -117,14 +120,29 @@ class Call:
         return all(_are_same(*(call.tensors[n] for call in (self, other)), mine and mine.versions[n]) for n in shared)
 
 
-def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
-    """A call of a module's `entry(*args, **kwargs)`. Raises NotImplementedError for tensors of torch.func or forward AD."""
+def flatten_call(
+    entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict, constants: bool = True
+) -> Call:
+    """A call of a module's `entry(*args, **kwargs)`. `constants`: all its numbers are part of its key.
+
+    Raises NotImplementedError for tensors of torch.func or forward AD.
+    """
     by_place = dict(zip(signature.parameters, args))
     if plan.decide is not None:
         decided = plan.decide(signature.bind(*args, **kwargs).arguments)
         if decided.keys() & by_place.keys():
             args, kwargs, by_place = (), by_place | kwargs, {}
         kwargs = kwargs | decided
+    given, numbers = (args, kwargs), []
+
+    def as_input(leaf):
+        if type(leaf) is not float:
+            return leaf
+        numbers.append(torch.tensor(leaf, dtype=torch.float32, device="cpu"))
+        return numbers[-1]
+
+    if not constants and STRENGTH in kwargs:
+        kwargs = {**kwargs, STRENGTH: tree_map(as_input, kwargs[STRENGTH])}
     unread, classes, bound = None, set(), by_place | kwargs
     leaves, spec = tree_flatten((args, kwargs))
     try:
@@ -140,6 +158,8 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         raise NotImplementedError(ONLY_BACKWARD.format("a tensor of torch.func or torch.autograd.forward_ad"))
     autocast = bridge.autocast.dtype_now()
     static += () if autocast is None else ("autocast", autocast)
+    strengths = tuple(n for n, t in enumerate(tensors) if any(t is number for number in numbers))
+    static += (strengths,) if strengths else ()
     with torch._C.DisableTorchFunction():  # shapes need no dispatch to the environment
         key = Key((entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors)))
     batched, batch = (False,) * len(tensors), None
@@ -153,7 +173,7 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
     elif plan.activation_spec == INFERRED and images is not None:  # tensors with as many rows count as batched
         batched, batch = tuple(t.shape[:1] == (images,) for t in tensors), images
     timestep = next((bound[name] for name in TIMESTEPS if name in bound), None)
-    said = {"given": (args, kwargs), "unread": unread, "images": images, "autocast": autocast}
+    said = {"given": given, "strengths": strengths, "unread": unread, "images": images, "autocast": autocast}
     said |= {"latents": latents, "timestep": timestep}
     return Call(entry, leaves, spec, tensors, key, batched, batch, **said)
 

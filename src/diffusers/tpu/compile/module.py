@@ -122,7 +122,7 @@ class CompiledModule(ModulePrograms):
         with torch.inference_mode(False), torch.no_grad():
             # Gradients flow through what `ModelPlan.decide` computes too.
             with torch.enable_grad() if back else contextlib.nullcontext():
-                call = self._scaled_call(entry, args, kwargs)
+                call = self._scaled_call(entry, args, kwargs, constants=back)
             if _of_pipeline.get() is None:
                 self.look()
             self.current()
@@ -145,6 +145,8 @@ class CompiledModule(ModulePrograms):
                 call.become(self.step_cache.step())
             try:
                 program = self.find_program(call) if mode is Mode.COMPILED else None
+                if call.strengths and self.state.numbers_are_static:
+                    return self.run(entry, args, kwargs)
                 if program is None:
                     mode = self.modes.fallback if mode is Mode.COMPILED else mode
                     call.step.undo()
@@ -165,18 +167,19 @@ class CompiledModule(ModulePrograms):
         with torch.enable_grad():
             return self.on_host(entry, args, kwargs)
 
-    def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
-        """A call of the module's `entry(*args, **kwargs)`, flattened into tensors and static arguments."""
-        call = flatten_call(entry, self._signatures[entry], self.plan, args, kwargs)
+    def flatten_call(self, entry: str, args: tuple, kwargs: dict, constants: bool = True) -> Call:
+        """A call of the module's `entry(*args, **kwargs)`, flattened into tensors and static arguments; `constants`: as there."""
+        constants = constants or self.state.numbers_are_static
+        call = flatten_call(entry, self._signatures[entry], self.plan, args, kwargs, constants)
         if self.config.attention_sparsity and entry == "forward" and self.denoises and not self.within:
             thin_out(call, self.config, self.module)
         return call
 
-    def _scaled_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
+    def _scaled_call(self, entry: str, args: tuple, kwargs: dict, constants: bool) -> Call:
         """A call whose LoRA scale (`attention_kwargs={"scale": ...}`) is no argument, but multiplies the layers' scales."""
         name = None if self.state.numbers_are_static else scaled_by(self.original(entry))
         kwargs, scale = take_scale(kwargs, name)
-        call = self.flatten_call(entry, args, kwargs)
+        call = self.flatten_call(entry, args, kwargs, constants)
         call.scale = scale
         return call
 

@@ -359,6 +359,7 @@ class ModulePrograms(EntryMethods):
             kept=None if call.step.kind is None else self.step_cache,
             kind=call.step.kind,
             branches=branches,
+            strengths=call.strengths,
             values=(lambda number: values_of(call.tensors[number])) if branches == 1 else None,
             room=math.inf if call.wanted is None else call.wanted.room,
             autocast=call.autocast,

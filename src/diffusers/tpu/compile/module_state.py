@@ -15,7 +15,7 @@ class ModuleState:
 
     Attributes:
         step_cache: the upstream cache on the module whose steps are compiled; None: there is none, or upstream's hooks run it.
-        numbers_are_static: a trace has read the values of LoRA scales: they are in the key instead of arguments.
+        numbers_are_static: a trace has read the values of adapters' scales: they are in the key instead of arguments.
     """
 
     def __init__(self, module: torch.nn.Module, most: int):
@@ -67,6 +67,6 @@ class ModuleState:
         return (self._key[1], *process_key())
 
     def numbers(self, placed: PlacedWeights, scale: float = 1.0) -> dict:
-        """LoRA scales that are arguments of programs, multiplied by `scale`."""
-        numbers = {} if self.numbers_are_static else {n: x * scale for n, x in self.now.numbers.items()}
-        return stack_numbers(numbers, placed.groups)
+        """Scales that are arguments of programs, those of LoRA multiplied by `scale`."""
+        numbers = {} if self.numbers_are_static else self.now.numbers
+        return stack_numbers({n: x if "/scale" in n else x * scale for n, x in numbers.items()}, placed.groups)

@@ -157,7 +157,7 @@ def trace_program(
 ) -> Program:
     """Trace the program of calls like this one from shapes alone: nothing is placed, and the mesh may be of chips elsewhere.
 
-    `numbers`: LoRA scales, of which only the shapes count.
+    `numbers`: adapters' scales, of which only the shapes count.
     """
     start, branches, name = time.perf_counter(), function.branches, type(function.module).__name__
     mesh, images = function.attention.mesh, call.images

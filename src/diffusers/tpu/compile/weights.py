@@ -265,7 +265,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
 
 
 def stack_numbers(numbers: dict[str, float], groups: list[Group]) -> dict[str, np.ndarray]:
-    """LoRA scales by `LAYER/PLACE`; those of a group's blocks stacked, under keys that start with its label."""
+    """Scales by name as in `State.numbers`; those of a group's blocks stacked, under keys that start with its label."""
     left, values = dict(numbers), {}
     for group in groups:
         blocks = [f"{group.path}.{index}." for index in range(group.start, group.stop)]

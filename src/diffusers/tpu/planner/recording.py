@@ -138,7 +138,7 @@ class RecordingRunner(CompiledModule):
         self.component, self.recording = component, recording
 
     def run(self, entry: str, args: tuple, kwargs: dict, back: bool = False):
-        return self.recording.add(self, self.flatten_call(entry, args, kwargs)).output()
+        return self.recording.add(self, self.flatten_call(entry, args, kwargs, constants=False)).output()
 
 
 def record(

@@ -13,7 +13,7 @@ import torch
 
 from . import watch
 from .adapters import BOOKKEEPING, SIZES, Adapters
-from .libraries import Libraries
+from .libraries import Libraries, is_library
 from .state import HOOK_REGISTRY, HOOKS, OF_ALL, TENSORS, TORCHS, Quick, State
 from .values import PLAIN, Reader, is_ours
 from .watch import Watch, alike
@@ -111,7 +111,8 @@ class _Modules(Reader):
                 continue
             if not _says_nothing(module, name, value):
                 self.at = f"{path}.{name}".lstrip(".")
-                yield name, self.value(value, False)
+                of_processor = name == "scale" and path.endswith("processor") and is_library(type(module))
+                yield name, self.strengths(path, value) if of_processor else self.value(value, False)
 
     def lora(self, path: str, layer: torch.nn.Module, terms: tuple[str, ...]) -> Iterator[tuple[str, Hashable]]:
         """A LoRA layer's attributes. Of one that adds nothing, only what could change that is watched."""
@@ -145,6 +146,18 @@ class _Modules(Reader):
             if isinstance(scale, torch.Tensor):
                 self.tensor(scale)
         return tuple(of_terms)
+
+    def strengths(self, path: str, scale) -> Hashable:
+        """The key of a processor's scale of its IP-Adapter, or list of them: which are zero. `State.numbers` gets their values."""
+        several = isinstance(scale, list)
+        if several:
+            self.watch(scale, watch.SEQUENCE, foreign=False)
+        found = []
+        for place, one in enumerate(scale if several else [scale]):
+            if type(one) in (int, float):
+                self.state.numbers[f"{path}/scale/{place}" if several else f"{path}/scale"] = float(one)
+            found.append(one == 0 if type(one) in (int, float) else self.value(one, False))
+        return several, tuple(found)
 
 
 def _says_nothing(module: torch.nn.Module, name: str, value) -> bool:

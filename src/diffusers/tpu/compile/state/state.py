@@ -46,8 +46,8 @@ class State:
     """Everything in Python that a trace of one module reads, as it was when it was read.
 
     Attributes:
-        key: equal for equal states; without `numbers`, scales of adapters by `LAYER/PLACE` (path of the LoRA layer, adapter's
-            place).
+        key: equal for equal states; without `numbers`: scales of adapters by `LAYER/PLACE` (path of the LoRA layer, adapter's
+            place), of IP-Adapters by `PROCESSOR/scale` or, in a list, `PROCESSOR/scale/NUMBER`.
         tensors: parameters and buffers that a forward reads, by name, tied ones once. `of_tensors`: the modules' dicts of them.
         modules: dicts of the submodules' attributes; those without an owner are hooks and children. `watches`: the rest.
         generators: random generators of Python and numpy that were met; if a trace draws from one, it makes no program.

@@ -36,7 +36,7 @@ from ..state.adapters import Adapters
 from ..state.watch import replaced
 from .blocks import BlockRuns
 from .caches import Results, StepCache
-from .functional import Method, numbered, put, written
+from .functional import Method, Scale, numbered, put, written
 from .results import TENSOR, Entangled, TraceResult, WeightWritten, flattened, plain, refuse_shared, unflattened
 from .scan import Group
 from .scopes import module_scopes
@@ -64,7 +64,7 @@ class PureFunction:
         specs: spec of each weight while it computes, by key; groups' keys start with the label.
         settled, packed: as in `PlacedWeights`. attention: settings of the trace, with the mesh. settings: of each block, read once.
         kept, kind: the module's step cache and the call's kind of step: its tensors are the last inputs, its results last outputs.
-        branches: how many calls are side by side in the batch.
+        branches: how many calls are side by side in the batch. strengths: as in `Call`.
         part: it is part of a model whose own lines run eagerly: it must not share memory with them.
         room: bytes of a chip for what blocks keep for the backward pass, if the call will be differentiated.
         autocast: the dtype that products are cast to.
@@ -83,6 +83,7 @@ class PureFunction:
     kept: StepCache | None = None
     kind: Hashable = ""
     branches: int = 1
+    strengths: tuple[int, ...] = ()
     part: bool = False
     values: Callable | None = None
     room: float = math.inf
@@ -94,7 +95,7 @@ class PureFunction:
     def __call__(self, weights: Arrays, inputs: list[jax.Array], numbers: Arrays) -> Traced:
         """Flat output arrays, and what they are. What the module's own Python does to its state stays: see `undone_trace`.
 
-        `numbers`: LoRA scales by `LAYER/PLACE`; groups' stacked, under keys that start with the group's label.
+        `numbers`: scales as in `State.numbers`; groups' stacked, under keys that start with the group's label.
         """
         if not (self.plan.methods and self.plan.by_width):
             return self._traced(weights, inputs, numbers)
@@ -200,7 +201,8 @@ class PureFunction:
     def _run(self, inputs: list[jax.Array], forward: Callable, plain: Callable) -> Traced:
         """Flat output arrays of `forward(args, kwargs)`, and what they are. `plain`: called on static parts of the return value."""
         given = [Tensor(array, environment()) for array in inputs]
-        args, kwargs = unflattened(self.spec, self.leaves, given)
+        values = [Scale(inputs[n]) if n in self.strengths else t for n, t in enumerate(given)]
+        args, kwargs = unflattened(self.spec, self.leaves, values)
         held = Arguments((args, kwargs), given)
         output = forward(args, kwargs)
         if self.part:

@@ -36,12 +36,21 @@ def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> t
 def numbered(
     module: torch.nn.Module, numbers: dict[str, jax.Array], adapters: Adapters
 ) -> contextlib.AbstractContextManager:
-    """While this is open, the module's LoRA scales are those that the program is given, by `LAYER/PLACE`."""
-    found = ((*key.split("/"), array) for key, array in numbers.items())
-    return replaced(
-        (module.get_submodule(layer).scaling, adapters.order[int(place)], Scale(array))
-        for layer, place, array in found
-    )
+    """While this is open, the module's scales of adapters are those that the program is given, by name as in `State.numbers`."""
+
+    def places():
+        for key, array in numbers.items():
+            path, place, *number = key.split("/")
+            layer = module.get_submodule(path)
+            if place != "scale":
+                yield layer.scaling, adapters.order[int(place)], Scale(array)
+                continue
+            before = layer.scale if number else [layer.scale]
+            n = int(*number)
+            several = [*before[:n], Scale(array, before[n] == 0), *before[n + 1 :]]
+            yield vars(layer), "scale", several if number else several[0]
+
+    return replaced(places())
 
 
 @contextlib.contextmanager
@@ -74,11 +83,16 @@ class NumberRead(Exception):
 class Scale:
     """Replaces a Python number in upstream's code. Products with tensors are computed in float32 and rounded once, as in torch.
 
-    Raises NumberRead if its value is read.
+    Raises NumberRead if its value is read; whether it is zero may be known.
     """
 
-    def __init__(self, array: jax.Array):
-        self.array = array
+    def __init__(self, array: jax.Array, zero: bool | None = None):
+        self.array, self.zero = array, zero
+
+    def __eq__(self, other):
+        if self.zero is None or other != 0:
+            raise NumberRead
+        return self.zero
 
     def _applied(self, operator, other: Tensor) -> Tensor:
         x = other.jax()
@@ -104,8 +118,9 @@ class Scale:
     def _read(self, *args):
         raise NumberRead
 
-    __bool__ = __float__ = __int__ = __index__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _read
+    __bool__ = __float__ = __int__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = _read
     __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __pow__ = __rpow__ = __abs__ = __format__ = _read
+    __getitem__ = __iter__ = __len__ = __floordiv__ = __mod__ = __round__ = _read
 
 
 class Elapsed(Scale):
