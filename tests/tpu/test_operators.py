@@ -147,7 +147,7 @@ def test_functions_of_bfloat16_round_once(env, function):
 
 @pytest.mark.parametrize("name", ["sum", "mean", "nansum", "linalg.vector_norm", "norm", "cumsum"])
 def test_reductions_in_the_dtype_asked_for(env, name):
-    """Of bfloat16: 183 ones are 183 in int32, and an index."""
+    """Of bfloat16: 183 ones are 183 in int32, and an index. Bytes add up to more than one holds."""
     function, x = attrgetter(name)(torch), (torch.rand(3, 183) < 0.9).bfloat16()
     for asked in (torch.float32, None, *([torch.int32] if "sum" in name else [])):
         for how in ({"dim": 1}, {} if name != "cumsum" else {"dim": 0}):
@@ -155,6 +155,9 @@ def test_reductions_in_the_dtype_asked_for(env, name):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
             exact = theirs if asked else function(x.double(), **how)  # torch's own bfloat16 is off by a rounding more
             assert relative(on_host(ours), exact) < (1e-6 if asked else 4e-3)
+    if "sum" in name:
+        x = torch.randint(100, 256, (3, 183), dtype=torch.uint8)
+        assert torch.equal(on_host(function(on_chip(x), dim=1)).long(), function(x, dim=1))
 
 
 PRODUCTS = [

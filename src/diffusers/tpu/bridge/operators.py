@@ -62,6 +62,7 @@ def register(env):
     for overload in (
         *(aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.mean.default, aten.mean.dim),
         *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype),
+        *(aten.prod.default, aten.prod.dim_int, aten.cumsum.default, aten.cumprod.default),
     ):
         ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
     ours[aten.sum.dim_IntList] = functools.partial(norms.summed, ours[aten.sum.dim_IntList])
@@ -329,8 +330,11 @@ def _in_float32(jax_function, x, *args, **kwargs):
 
 
 def _cast_before(operator, x, *args, dtype=None, **kwargs):
-    """A reduction whose tensor is first cast to `dtype`, as in torch. torchax ignores `dtype`, or raises."""
-    array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))
+    """A reduction whose tensor is first cast to `dtype`, as in torch; integers of fewer bits to int32. torchax ignores `dtype`, or
+    raises, and sums in 8 or 16 bits."""
+    array = x.jax()
+    if dtype is not None or (jnp.issubdtype(array.dtype, jnp.integer) and array.itemsize < 4):
+        array = array.astype(jnp.int32 if dtype is None else mappings.t2j_dtype(dtype))
     if operator.is_jax_function:
         return Tensor(operator.func(array, *args, **kwargs), x._env)
     return operator.func(Tensor(array, x._env), *args, **kwargs)

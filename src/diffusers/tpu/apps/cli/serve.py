@@ -4,6 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from ..generation.signature import OF_BATCHES
 from . import session
 from .arguments import flag
 from .output import say
@@ -11,7 +12,7 @@ from .output import say
 
 TOKEN = "DIFFUSERS_TPU_TOKEN"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
-OF_REQUESTS = ("prompt", "height", "width", "num_frames")
+OF_REQUESTS = ("prompt", "height", "width", "num_frames", *OF_BATCHES)
 SETTINGS = ("any_size", "max_batch", "fps", "grace", "host", "port", "page")
 
 
@@ -24,7 +25,7 @@ def run(options, rest: list[str]) -> int:
     cls, call = session.asked(options, rest)
     for name in OF_REQUESTS:
         if name in call:
-            raise ValueError(f"expected no {flag(name)}: requests say it; sizes are given with --sizes")
+            raise ValueError(f"expected no {flag(name)}: requests say what is made, and --sizes which sizes")
     if options.page and importlib.util.find_spec("gradio") is None:
         raise ValueError("expected Gradio for the page, it is not installed: pip install '.[serve]', or --no-page")
     from ..serving import server, sizes
