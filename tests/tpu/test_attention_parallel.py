@@ -103,20 +103,27 @@ def test_keys_of_another_length_are_whole_everywhere(make_mesh, kind):
 
 @pytest.mark.parametrize(
     "tokens, kind, kv_heads",
-    [(128, "causal", 8), (133, "causal", 8), (133, "none", 4), (2 * 128 + 40, "none", 4), (133, "none", 8)],
+    [
+        (128, "causal", 8),
+        (133, "causal", 8),
+        (133, "none", 4),
+        (2 * 128 + 40, "none", 4),
+        (133, "none", 8),
+        (133, "none", 15),
+    ],
 )
 def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind, kv_heads):
     """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile. As many heads of keys as
-    of queries go in groups."""
+    of queries go in groups; 15 are filled up to 16."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 256 * 4)
     monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
-    operands = draw(2, 8, kv_heads, 4 * tokens, 4 * tokens, 128, 128)
+    operands = draw(2, max(8, kv_heads), kv_heads, 4 * tokens, 4 * tokens, 128, 128)
     mask = Mask(band=(None, 0)) if kind == "causal" else None
     operands[0] /= 4
     run = over(make_mesh(2, 4, 1), mask, 1, interpret=True)
     text = str(jax.make_jaxpr(run.__wrapped__)(*operands))
     calls = [text.count(f"name=exchange_{name}") for name in ("cut", "join", "part", "paste")]
-    by_kernels = [3 + 1, 2 * 3, 2, 1] if kv_heads == 8 else [3, 3, 1, 1]
+    by_kernels = [3 + 1, 2 * 3, 2, 1] if kv_heads >= 8 else [3, 3, 1, 1]
     assert calls == ([0, 0, 0, 0] if (tokens, kind) == (133, "causal") else by_kernels)
     assert relative(run(*operands), attention_formula(*operands, 0.3, mask)[0]) < TOLERANCE
 
@@ -177,7 +184,9 @@ def test_a_kernel_is_split_by_heads_where_nobody_lays_out(make_mesh, degrees, q_
 @pytest.mark.parametrize(
     "sp, heads, kv_heads, ring, split",
     [
-        (8, 30, 30, None, (4, 2)),
+        (8, 30, 30, None, (1, 8)),  # two heads of zeros
+        (8, 28, 28, None, (2, 4)),
+        (8, 30, 10, None, (4, 2)),
         (8, 1, 1, None, (8, 1)),
         (8, 40, 40, None, (1, 8)),
         (8, 40, 4, None, (2, 4)),
@@ -298,7 +307,7 @@ def test_any_mesh_gives_what_the_concatenation_gives(make_mesh, degrees, ring, p
     """Latents that no axis divides, fewer heads of keys than of queries, samples with their own length of text."""
     rng = np.random.default_rng()
     batch, tokens, words = (int(rng.integers(*bounds)) for bounds in ((1, 4), (8, 60), (1, 20)))
-    heads = ((16, 8), (8, 8), (8, 4))[rng.integers(3)]
+    heads = ((16, 8), (8, 8), (8, 4), (15, 15))[rng.integers(4)]
     operands = draw_streams(batch, *heads, tokens, words, 8, padded)
     assert max(errors(*operands, degrees and make_mesh(*degrees), ring=ring)) < TOLERANCE, (tokens, words, heads)
 

@@ -1,7 +1,7 @@
 """Attention over a mesh: batch on `dp`, heads on `tp`, the sequence on `sp`, which is ring x ulysses chips.
 
 In each group of `ulysses` chips, as many as divide the heads, an all-to-all exchanges sequence for heads and back (Ulysses;
-Jacobs et al. 2023). Keys pass around the ring of groups (Ring Attention; Liu et al. 2023). Hop h gives out_h and lse_h:
+Jacobs et al. 2023). Where a few more heads of zeros (`MOST_FILLED`) let all chips of `sp` divide them, these are added. Keys pass around the ring of groups (Ring Attention; Liu et al. 2023). Hop h gives out_h and lse_h:
 
     lse' = log(e^lse + e^lse_h);   out' = out e^(lse - lse') + out_h e^(lse_h - lse')        in float32.
 
@@ -33,14 +33,18 @@ from .sparse import Nearest
 
 
 AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp, with sp split into its two factors
+MOST_FILLED = 1 / 12  # of the heads: of Z-Image's 30 for eight chips; a ring of four takes a third more of its step
 
 
-def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None) -> tuple[int, int]:
+def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None, fill: bool = True) -> tuple[int, int]:
     """`sp` as (ring, ulysses): the largest ulysses that divides heads and kv_heads (per chip of `tp`), or the given ring.
+
+    `fill`: heads may be added.
 
     Raises ValueError if `ring` does not divide `sp`, or `sp / ring` does not divide the heads.
     """
-    most = math.gcd(sp, heads, kv_heads)
+    fill = fill and _filled(kv_heads, sp) <= (1 + MOST_FILLED) * kv_heads
+    most = sp if fill else math.gcd(sp, heads, kv_heads)
     if ring is None:
         return sp // most, most
     if ring < 1 or sp % ring:
@@ -51,6 +55,17 @@ def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None) -> tu
             f" {kv_heads} key heads a chip; use ring {sp // most}, or None"
         )
     return ring, sp // ring
+
+
+def _filled(heads: int, chips: int) -> int:
+    """The heads, and as many more as let the chips divide them."""
+    return heads + -heads % chips
+
+
+def _with_heads(q, k, v, chips: int) -> list[Array]:
+    """q, k and v with heads of zeros, so that the chips divide them."""
+    heads = _filled(k.shape[1], chips)
+    return [padded_to(x, 1, x.shape[1] // k.shape[1] * heads) for x in (q, k, v)]
 
 
 def parallel_attention(
@@ -76,7 +91,8 @@ def parallel_attention(
     q_len, kv_len = q.shape[2], k.shape[2]
     if q_len < mesh.shape["sp"]:
         return attention_by_heads(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
-    split, split_keys = split_over(mesh, q, k, ring), kv_len == q_len
+    of_heads = any(x.shape[1] > 1 for x in jax.tree.leaves(mask))
+    split, split_keys = split_over(mesh, q, k, ring, fill=not of_heads), kv_len == q_len
     _refuse_ring(mask and mask.nearest, split)
 
     rows = None if mask is None else mask.queries
@@ -120,13 +136,14 @@ class Split(NamedTuple):
         return P(self.dp, self.tp, ("ring", "ulysses"))
 
 
-def split_over(mesh: Mesh, q, k, wanted: int | None) -> Split:
-    """The split of a call over a mesh dp, sp, tp; keys are replicated if longer or shorter than queries. Raises as `plan_ring`."""
+def split_over(mesh: Mesh, q, k, wanted: int | None, fill: bool = True) -> Split:
+    """The split of a call over a mesh dp, sp, tp; keys are replicated if longer or shorter than queries. `fill`: as in `plan_ring`,
+    which raises."""
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     share = tp if q.shape[1] % tp == 0 and k.shape[1] % tp == 0 else 1
     ring, ulysses = sp, 1
     if q.shape[2] == k.shape[2]:
-        ring, ulysses = plan_ring(sp, q.shape[1] // share, k.shape[1] // share, wanted)
+        ring, ulysses = plan_ring(sp, q.shape[1] // share, k.shape[1] // share, wanted, fill)
     on_tp = "tp" if share == tp else None
     devices = mesh.devices.reshape(dp, ring, ulysses, tp)
     return Split(Mesh(devices, AXES), "dp" if q.shape[0] % dp == 0 else None, on_tp, ring, ulysses)
@@ -155,7 +172,8 @@ def attention_by_heads(
 
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
     """Attention on one chip. `kv_len`: keys of all chips without padding. `keys`: keys are split like queries."""
-    ring, ulysses, bounds_of = split.ring, split.ulysses, None
+    ring, ulysses, bounds_of, heads = split.ring, split.ulysses, None, q.shape[1]
+    q, k, v = _with_heads(q, k, v, ulysses)
     if interpret is not None and keys and (mask is None or mask.kind == "nearest") and not current().differentiable:
         bounds_of = functools.partial(bounds_of_group, k, v, kv_len, split, interpret, None)
     # Rows may be in any order if neither a mask nor their position matters.
@@ -171,7 +189,7 @@ def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: S
             return out.astype(q.dtype)
         return local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **bounds)
 
-    return exchange.attended(attend, q, k, v, bounds_of=bounds_of)[0]
+    return exchange.attended(attend, q, k, v, bounds_of=bounds_of)[0][:, :heads]
 
 
 def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text, *meanwhile: Callable) -> KeyBounds:
@@ -311,7 +329,9 @@ def joint_attention(
 
 def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Split, interpret, near):
     """`joint_attention` on one chip. `tokens`: latents of all chips without padding."""
-    ring, ulysses = split.ring, split.ulysses
+    ring, ulysses, heads = split.ring, split.ulysses, q.shape[1]
+    q, k, v = _with_heads(q, k, v, ulysses)
+    text = Text(*_with_heads(*text[:3], ulysses), text.seen)
     chunk = k.shape[2] * ulysses
     place = lax.axis_index("ring") if ring > 1 else 0
     in_order = ring > 1 or tokens < chunk or near is not None
@@ -337,7 +357,7 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
         out = exchange.to_sequence(out, own[0].q.shape[2])
     if ulysses > 1:
         answers = [lax.all_gather(of_group, "ulysses", axis=1, tiled=True) for of_group in answers]
-    return out, jnp.concatenate(answers, 1)
+    return out[:, :heads], jnp.concatenate(answers, 1)[:, :heads]
 
 
 def joint_mask(tokens: int, chunk: int, text: Text, near: Nearest | None = None) -> Mask | None:
