@@ -37,6 +37,7 @@ from .views import has_values
 aten = torch.ops.aten
 
 MANY_ENTRIES, MOST_BEHIND = 1 << 22, 64  # of a concatenated array, and of its pieces
+ROWS_OF_A_TILE = 256  # of a chip; with no more rows a product by XLA waits for its weights
 FEW_ROWS = 64  # rows are samples, of which scales and shifts are computed; more rows are tokens
 
 
@@ -118,7 +119,7 @@ def linear(input, weight, bias=None):
     if everywhere is None and (result := fast_linear(first, w, b, "", current(), **layer.lies)) is not None:
         return of_layer(Tensor(result, input._env), layer)
     dtype = jnp.promote_types(x.dtype, w.dtype)
-    x = jnp.concatenate(_computed_before([x] if last is None else [first, last]), -1)
+    x = jnp.concatenate(_computed_before([x] if last is None else [first, last], len(w)), -1)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = (result if b is None else result + b).astype(dtype)
     if everywhere is not None:
@@ -130,10 +131,11 @@ def linear(input, weight, bias=None):
     return of_layer(result, Layer(x, w, b, layer.settings, lies, by_kernel=False))
 
 
-def _computed_before(parts: list[jax.Array]) -> list[jax.Array]:
-    """Inputs of a product by XLA, which would else compute what precedes them, such as an activation, again for each of its tiles."""
-    many = math.prod(parts[0].shape[:-1]) > FEW_ROWS and isinstance(parts[0], jax.core.Tracer)
-    return jax.lax.optimization_barrier(parts) if many and current().own_layers else parts
+def _computed_before(parts: list[jax.Array], columns: int) -> list[jax.Array]:
+    """Inputs of a product by XLA. An activation, which such wide inputs come from, it would compute again for each of its tiles."""
+    wide = sum(x.shape[-1] for x in parts) > columns and isinstance(parts[0], jax.core.Tracer)
+    many = math.prod(parts[0].shape[:-1]) > ROWS_OF_A_TILE * current().chips
+    return jax.lax.optimization_barrier(parts) if wide and many and current().own_layers else parts
 
 
 def by_position(input, weight, b) -> Tensor | None:
@@ -193,7 +195,7 @@ def _by_projection(input, bias, stored: Tensor, packed: Packed) -> Tensor:
     )
     if axis == 1:
         parts = jnp.split(x, [*itertools.accumulate(sizes)][:-1], -1)
-        result = sum(map(product, _computed_before(parts), weights))
+        result = sum(map(product, _computed_before(parts, len(w)), weights))
         result = result if bias is None else result + bias.jax()
         return Tensor(layer_result(result.astype(dtype), w.shape[1]), input._env)
     biases = [None] * len(sizes) if bias is None else packed.parts(bias.jax(), 0)
