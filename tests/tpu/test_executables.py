@@ -5,6 +5,7 @@ import copy
 import functools
 import os
 import re
+import time
 import types
 
 import jax
@@ -87,6 +88,30 @@ def test_another_process_traces_nothing_and_answers_the_same(run, store):
     assert run(seed=1)[1].traces == 0  # other weights are other arguments
     assert run(size=3)[1].traces == 1  # another size
     assert run(size=3)[1].traces == run()[1].traces == 0 and len([*store.folder.iterdir()]) == 2
+
+
+def test_two_experts_that_are_looked_for_at_once_share_one_executable(make_mesh, store, monkeypatch):
+    models, load, loads = (
+        [tiny.wan_transformer(seed=seed, num_layers=2) for seed in range(2)],
+        executables.serialize_executable.deserialize_and_load,
+        [],
+    )
+
+    def slowly(*given):
+        loads.append(given)
+        time.sleep(0.2)
+        return load(*given)
+
+    monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", slowly)
+    with running(models[0], module_plan(models[0]), make_mesh(1, 4, 1)), torch.no_grad():
+        models[0](**inputs(2))
+    with contextlib.ExitStack() as attached, torch.no_grad():
+        runners = [attached.enter_context(running(m, module_plan(m), make_mesh(1, 4, 1))) for m in models]
+        for runner in runners:
+            runner.executables.expect()
+        for model in models:
+            model(**inputs(2))
+        assert len(loads) == 1 and not sum(runner.traces for runner in runners)
 
 
 @pytest.mark.parametrize("training, programs", [(True, 1), (False, 2)])

@@ -5,6 +5,7 @@ and marks of what the trace found. If a process of a run does not find a program
 callbacks (`TPUConfig.attention_tally`), and those of code without a stable key (a script's).
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -13,6 +14,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -47,6 +49,7 @@ GUARDS_ON = ("cpu", "tpu")  # a guard runs on a chip where JAX_PLATFORMS leaves 
 MOST_AHEAD = 4  # programs of a module that are prefetched
 NUMBERS_ARE_READ, ALONE = "numbers are read", "alone"
 _loaded: "weakref.WeakValueDictionary[str, jax.stages.Compiled]" = weakref.WeakValueDictionary()
+_loading: "collections.defaultdict[str, threading.Lock]" = collections.defaultdict(threading.Lock)
 
 
 class Executables:
@@ -130,12 +133,13 @@ class Executables:
                 return dataclasses.replace(found, compute=jax.jit(function.call))
             if isinstance(found, Program):
                 found.mesh = regrouped(self.runner.mesh, found.mesh)
-                devices = [*found.mesh.devices.flat]
-
+                devices, load = [*found.mesh.devices.flat], serialize_executable.deserialize_and_load
                 for part, serialized in found.executables.items():
-                    if (compiled := _loaded.get(key.name + part)) is None:
-                        compiled = serialize_executable.deserialize_and_load(*serialized, devices[0].client, devices)
-                    found.executables[part] = _loaded[key.name + part] = compiled
+                    name = key.name + part
+                    with _loading[name]:  # two experts have one, and each a thread that looks for it
+                        if (compiled := _loaded.get(name)) is None:
+                            compiled = load(*serialized, devices[0].client, devices)
+                        found.executables[part] = _loaded[name] = compiled
                 if found.differentiable is not None:
                     found.differentiable.program = found
             return found

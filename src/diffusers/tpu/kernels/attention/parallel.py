@@ -63,9 +63,14 @@ def _filled(heads: int, chips: int) -> int:
 
 
 def _with_heads(q, k, v, chips: int) -> list[Array]:
-    """q, k and v with heads of zeros, so that the chips divide them."""
-    heads = _filled(k.shape[1], chips)
-    return [padded_to(x, 1, x.shape[1] // k.shape[1] * heads) for x in (q, k, v)]
+    """q, k and v with heads of zeros, so that the chips divide them. They are added as columns of tokens, as data lies in memory."""
+    more = _filled(k.shape[1], chips) / k.shape[1]
+    rows = ((by_token(x), x.shape[1], x.shape[3]) for x in (q, k, v))
+    return (
+        [as_heads(padded_to(x, 2, round(more * heads) * dim), dim) for x, heads, dim in rows]
+        if more > 1
+        else [q, k, v]
+    )
 
 
 def parallel_attention(
