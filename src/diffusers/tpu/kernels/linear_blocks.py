@@ -11,6 +11,8 @@ from .rows import LEAST_ROWS
 TILE_ROWS = 256  # of x against one block of w, or up to half as many more that divide them evenly: straight-line code
 MOST_TILES = 6  # in one block
 MOST_FILL = 1.25  # times a layer's rows and columns: of a block of 1,024 with 512 rows half is wasted
+MOST_SLOWER = 1.15  # than blocks that wait for HBM: XLA, which keeps activations in VMEM, waits less
+MOST_STEPPING = 0.1  # time of a grid's steps to that of the units
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight-line code: compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same, if a layer takes a tenth more time with less: 6 s
 DEEP = 13_824  # beyond it the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
@@ -66,7 +68,8 @@ def choose(
             moved = size * read + 2 * results * rows * columns
             compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
-            waits = wait / compute if compute <= MOST_FILL * useful else math.inf
+            in_vain = compute > MOST_FILL * useful or stepping > MOST_STEPPING * compute
+            waits = math.inf if in_vain else wait / (compute + stepping)
             # Columns occupy whole units, which fill and drain for each tile: some 250 cycles in the schedules of 4 to 12 units.
             taken = compute * round_up(width, chip.matrix_side) / width
             taken += down * height // tile * TILE_ROWS * across / chip.clock
@@ -75,8 +78,9 @@ def choose(
             found.append((seconds, moved, compute, work, waits, Blocks(height, width, tile)))
     # At most this much work a tile, if HBM takes less than this share of the units' time.
     for most, share in ((MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
-        if fitting := [one for one in found if one[3] <= most and one[4] <= share]:
-            return min(fitting, key=lambda one: one[:3])[-1]
+        best = min((one for one in found if one[3] <= most and one[4] <= share), key=lambda one: one[:3], default=None)
+        if best is not None and (patient or best[0] <= MOST_SLOWER * min(found)[0]):
+            return best[-1]
     return None
 
 
