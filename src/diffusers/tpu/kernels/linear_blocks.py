@@ -85,7 +85,10 @@ def choose(
 
 
 def _tiles(rows: int, of_register: int) -> tuple[int, ...]:
-    """Rows of a tile: those of equal tiles, of at least `TILE_ROWS`, that fill whole registers; if rows are many, also `TILE_ROWS`."""
+    """Rows of a tile: those of equal tiles, of at least `TILE_ROWS`, that fill whole registers; if rows are many also `TILE_ROWS`, or
+    that alone if others leave no fewer rows empty."""
     even = round_up(-(-rows // max(rows // TILE_ROWS, 1)), of_register)
     even = even if even <= TILE_ROWS * 3 // 2 else TILE_ROWS
-    return (even,) if rows <= MOST_TILES * TILE_ROWS else (TILE_ROWS, even)
+    if rows <= MOST_TILES * TILE_ROWS:
+        return (even,)
+    return (TILE_ROWS, even) if round_up(rows, even) < 0.98 * round_up(rows, TILE_ROWS) else (TILE_ROWS,)
