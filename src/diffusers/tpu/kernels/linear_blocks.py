@@ -11,7 +11,7 @@ from .rows import LEAST_ROWS
 TILE_ROWS = 256  # of x against one block of w, or up to half as many more that divide them evenly: straight-line code
 MOST_TILES = 6  # in one block
 MOST_FILL = 1.25  # times a layer's rows and columns: of a block of 1,024 with 512 rows half is wasted
-MOST_SLOWER = 1.15  # than blocks that wait for HBM: XLA, which keeps activations in VMEM, waits less
+MOST_SLOWER = 1.08  # than blocks that wait for HBM: XLA, which keeps activations in VMEM, waits less
 MOST_STEPPING = 0.1  # time of a grid's steps to that of the units
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight-line code: compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same, if a layer takes a tenth more time with less: 6 s
@@ -79,7 +79,7 @@ def choose(
     # At most this much work a tile, if HBM takes less than this share of the units' time.
     for most, share in ((MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
         best = min((one for one in found if one[3] <= most and one[4] <= share), key=lambda one: one[:3], default=None)
-        if best is not None and (patient or best[0] <= MOST_SLOWER * min(found)[0]):
+        if best is not None and (share > 1 or best[0] <= MOST_SLOWER * min(found)[0]):
             return best[-1]
     return None
 
