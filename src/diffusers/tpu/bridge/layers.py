@@ -132,10 +132,14 @@ def linear(input, weight, bias=None):
 
 
 def _computed_before(parts: list[jax.Array], columns: int) -> list[jax.Array]:
-    """Inputs of a product by XLA. An activation, which such wide inputs come from, it would compute again for each of its tiles."""
-    wide = sum(x.shape[-1] for x in parts) > columns and isinstance(parts[0], jax.core.Tracer)
-    many = math.prod(parts[0].shape[:-1]) > ROWS_OF_A_TILE * current().chips
-    return jax.lax.optimization_barrier(parts) if wide and many and current().own_layers else parts
+    """Inputs of a product by XLA. An activation, which such wide inputs come from, it would compute again for each of its tiles.
+
+    On one chip products of so many rows are the kernel's; those of text stay as they are.
+    """
+    wide, chips = sum(x.shape[-1] for x in parts) > columns, current().chips
+    many = chips > 1 and math.prod(parts[0].shape[:-1]) > ROWS_OF_A_TILE * chips
+    taken = wide and many and current().own_layers and isinstance(parts[0], jax.core.Tracer)
+    return jax.lax.optimization_barrier(parts) if taken else parts
 
 
 def by_position(input, weight, b) -> Tensor | None:
