@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import threading
+import time
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -72,7 +73,9 @@ def test_a_video_with_progress_and_previews_and_one_that_is_interrupted(wan, com
         assert [*values] == sorted(values) and values[-1] == 100
         assert {(preview[0], preview[1].size) for preview in previews if preview} == {("JPEG", (384, 384))}
         see = service.worker._see
-        monkeypatch.setattr(service.worker, "_see", lambda *step: (see(*step), comfy.interrupt.set()))
+        # Steps of 0.2 s: without, all 60 may be over before the request to cancel comes.
+        slowly = lambda *step: (see(*step), comfy.interrupt.set(), time.sleep(0.2))  # noqa: E731
+        monkeypatch.setattr(service.worker, "_see", slowly)
         with pytest.raises(Interrupted):
             node.make(**asked)
         wait(lambda: service.jobs.all()[0].finished)
