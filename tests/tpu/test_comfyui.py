@@ -73,8 +73,12 @@ def test_a_video_with_progress_and_previews_and_one_that_is_interrupted(wan, com
         assert [*values] == sorted(values) and values[-1] == 100
         assert {(preview[0], preview[1].size) for preview in previews if preview} == {("JPEG", (384, 384))}
         see = service.worker._see
-        # Steps of 0.2 s: without, all 60 may be over before the request to cancel comes.
-        slowly = lambda *step: (see(*step), comfy.interrupt.set(), time.sleep(0.2))  # noqa: E731
+
+        def slowly(*step):
+            see(*step)
+            comfy.interrupt.set()
+            time.sleep(0.2)  # or all 60 steps are over before the request to cancel comes
+
         monkeypatch.setattr(service.worker, "_see", slowly)
         with pytest.raises(Interrupted):
             node.make(**asked)

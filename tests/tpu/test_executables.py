@@ -91,11 +91,8 @@ def test_another_process_traces_nothing_and_answers_the_same(run, store):
 
 
 def test_two_experts_that_are_looked_for_at_once_share_one_executable(make_mesh, store, monkeypatch):
-    models, load, loads = (
-        [tiny.wan_transformer(seed=seed, num_layers=2) for seed in range(2)],
-        executables.serialize_executable.deserialize_and_load,
-        [],
-    )
+    models = [tiny.wan_transformer(seed=seed, num_layers=2) for seed in range(2)]
+    load, loads = executables.serialize_executable.deserialize_and_load, []
 
     def slowly(*given):
         loads.append(given)

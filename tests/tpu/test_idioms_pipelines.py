@@ -304,11 +304,11 @@ def test_an_ip_adapter_loaded_into_an_installed_pipeline(pair):
             pipe.register_modules(image_encoder=copy.deepcopy(encoder), feature_extractor=tiny.clip_images())
             pipe.load_ip_adapter(copy.deepcopy(adapter), subfolder="", weight_name="", image_encoder_folder=None)
         counted = []
-        for scale in (0.8, random.uniform(0.1, 0.9), {"up": random.random()}, {"up": random.random()}, 0.0):
+        for scale in (0.8, random.uniform(0.1, 0.9), {"up": 0.9}, {"up": random.uniform(0.5, 0.8)}, 0.0):
             for pipe in pair:
                 pipe.set_ip_adapter_scale(scale)
             expected, found = (pictures(pipe, ip_adapter_image=image) for pipe in pair)
-            assert scale == 0 or relative(before, expected) > 1e-4
+            assert scale == 0 or relative(before, expected) > 1e-3
             assert relative(found, expected) < FP32
             counted.append(programs(ours.unet))
         assert np.diff(counted).tolist() == [0, 1, 0, 1]  # a program for which scales are zero, none for their values

@@ -162,6 +162,7 @@ def test_the_command_says_what_no_server_can_be_started_with(flux, tmp_path, mon
     for words, message in (
         (["--host", "0.0.0.0"], "expected a token"),
         (["--sizes", "16"], "a size as WIDTHxHEIGHT, got '16'"),
+        (["--height", "16"], "no --height: requests say what"),
         (["--num-images-per-prompt", "2"], "no --num-images-per-prompt: requests say what"),
         (["--port", "99999"], "a free address, got 127.0.0.1:99999"),
         (["--queue", "0"], "--queue of at least 1"),

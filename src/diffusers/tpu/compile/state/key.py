@@ -156,7 +156,9 @@ class _Modules(Reader):
         for place, one in enumerate(scale if several else [scale]):
             if type(one) in (int, float):
                 self.state.numbers[f"{path}/scale/{place}" if several else f"{path}/scale"] = float(one)
-            found.append(one == 0 if type(one) in (int, float) else self.value(one, False))
+                found.append(one == 0)
+            else:
+                found.append(self.value(one, False))
         return several, tuple(found)
 
 

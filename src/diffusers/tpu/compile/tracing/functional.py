@@ -44,11 +44,12 @@ def numbered(
             layer = module.get_submodule(path)
             if place != "scale":
                 yield layer.scaling, adapters.order[int(place)], Scale(array)
-                continue
-            before = layer.scale if number else [layer.scale]
-            n = int(*number)
-            several = [*before[:n], Scale(array, before[n] == 0), *before[n + 1 :]]
-            yield vars(layer), "scale", several if number else several[0]
+            elif not number:
+                yield vars(layer), "scale", Scale(array, layer.scale == 0)
+            else:
+                scales, n = [*layer.scale], int(*number)
+                scales[n] = Scale(array, scales[n] == 0)
+                yield vars(layer), "scale", scales
 
     return replaced(places())
 

@@ -104,7 +104,7 @@ def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
     near = _nearest(settings, k.shape[2] - settings.pad_tokens, k.shape[2])
     mask = joint_mask(k.shape[2] - settings.pad_tokens, k.shape[2], text, near)
     name, local, reason = _local(settings, q, k, v, mask)
-    _, chips = _spread(settings, q, k, local)
+    _, chips = _spread(settings, q, k, mask, local)
     both = (*k.shape[:2], k.shape[2] + text.k.shape[2], k.shape[3])
     kind = "joint" if mask is None else f"joint+{mask.kind}"
     _record(Dispatch(q.shape, both, str(q.dtype), kind, name, chips, reason))
@@ -158,7 +158,7 @@ def _over_mesh(settings: Settings, local) -> dict:
 def _dispatch(settings: Settings, q, k, v, mask) -> tuple[Callable, Dispatch]:
     """(attention over all chips, its `Dispatch`)."""
     name, local, reason = _local(settings, q, k, v, mask)
-    run, chips = _spread(settings, q, k, local)
+    run, chips = _spread(settings, q, k, mask, local)
     return run, Dispatch(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason)
 
 
@@ -220,7 +220,7 @@ KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
 }
 
 
-def _spread(settings: Settings, q, k, local):
+def _spread(settings: Settings, q, k, mask, local):
     """(attention over all chips, `Dispatch.chips`)."""
     mesh = settings.mesh
     if settings.chips == 1:
@@ -230,7 +230,7 @@ def _spread(settings: Settings, q, k, local):
     spread = functools.partial(parallel_attention, **_over_mesh(settings, local))
     if q.shape[2] != k.shape[2]:
         return spread, f"queries over {mesh.shape['sp']}, whole keys"
-    split = split_over(mesh, q, k, settings.ring)
+    split = split_over(mesh, q, k, settings.ring, mask)
     return spread, f"ring {split.ring} x ulysses {split.ulysses}"
 
 

@@ -1,7 +1,8 @@
 """Attention over a mesh: batch on `dp`, heads on `tp`, the sequence on `sp`, which is ring x ulysses chips.
 
 In each group of `ulysses` chips, as many as divide the heads, an all-to-all exchanges sequence for heads and back (Ulysses;
-Jacobs et al. 2023). Where a few more heads of zeros (`MOST_FILLED`) let all chips of `sp` divide them, these are added. Keys pass around the ring of groups (Ring Attention; Liu et al. 2023). Hop h gives out_h and lse_h:
+Jacobs et al. 2023). Where a few more heads of zeros (`MOST_FILLED`) let all chips of `sp` divide them, these are added. Keys pass
+around the ring of groups (Ring Attention; Liu et al. 2023). Hop h gives out_h and lse_h:
 
     lse' = log(e^lse + e^lse_h);   out' = out e^(lse - lse') + out_h e^(lse_h - lse')        in float32.
 
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from ..pallas import by_token
+from ..pallas import by_token, round_up
 from ..settings import current
 from . import masks
 from .exchange import Exchange, as_heads
@@ -43,7 +44,7 @@ def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None, fill:
 
     Raises ValueError if `ring` does not divide `sp`, or `sp / ring` does not divide the heads.
     """
-    fill = fill and _filled(kv_heads, sp) <= (1 + MOST_FILLED) * kv_heads
+    fill = fill and round_up(kv_heads, sp) <= (1 + MOST_FILLED) * kv_heads
     most = sp if fill else math.gcd(sp, heads, kv_heads)
     if ring is None:
         return sp // most, most
@@ -57,20 +58,13 @@ def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None, fill:
     return ring, sp // ring
 
 
-def _filled(heads: int, chips: int) -> int:
-    """The heads, and as many more as let the chips divide them."""
-    return heads + -heads % chips
-
-
 def _with_heads(q, k, v, chips: int) -> list[Array]:
     """q, k and v with heads of zeros, so that the chips divide them. They are added as columns of tokens, as data lies in memory."""
-    more = _filled(k.shape[1], chips) / k.shape[1]
-    rows = ((by_token(x), x.shape[1], x.shape[3]) for x in (q, k, v))
-    return (
-        [as_heads(padded_to(x, 2, round(more * heads) * dim), dim) for x, heads, dim in rows]
-        if more > 1
-        else [q, k, v]
-    )
+    own, heads = k.shape[1], round_up(k.shape[1], chips)
+    if heads == own:
+        return [q, k, v]
+    columns = (x.shape[1] // own * heads * x.shape[3] for x in (q, k, v))
+    return [as_heads(padded_to(by_token(x), 2, n), x.shape[3]) for x, n in zip((q, k, v), columns)]
 
 
 def parallel_attention(
@@ -96,8 +90,7 @@ def parallel_attention(
     q_len, kv_len = q.shape[2], k.shape[2]
     if q_len < mesh.shape["sp"]:
         return attention_by_heads(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
-    of_heads = any(x.shape[1] > 1 for x in jax.tree.leaves(mask))
-    split, split_keys = split_over(mesh, q, k, ring, fill=not of_heads), kv_len == q_len
+    split, split_keys = split_over(mesh, q, k, ring, mask), kv_len == q_len
     _refuse_ring(mask and mask.nearest, split)
 
     rows = None if mask is None else mask.queries
@@ -141,13 +134,16 @@ class Split(NamedTuple):
         return P(self.dp, self.tp, ("ring", "ulysses"))
 
 
-def split_over(mesh: Mesh, q, k, wanted: int | None, fill: bool = True) -> Split:
-    """The split of a call over a mesh dp, sp, tp; keys are replicated if longer or shorter than queries. `fill`: as in `plan_ring`,
-    which raises."""
+def split_over(mesh: Mesh, q, k, wanted: int | None, mask: Mask | None = None) -> Split:
+    """The split of a call over a mesh dp, sp, tp; keys are replicated if longer or shorter than queries. Raises as `plan_ring`.
+
+    No heads are added for a mask that has an axis of heads.
+    """
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     share = tp if q.shape[1] % tp == 0 and k.shape[1] % tp == 0 else 1
     ring, ulysses = sp, 1
     if q.shape[2] == k.shape[2]:
+        fill = all(x.shape[1] == 1 for x in jax.tree.leaves(mask))
         ring, ulysses = plan_ring(sp, q.shape[1] // share, k.shape[1] // share, wanted, fill)
     on_tp = "tp" if share == tp else None
     devices = mesh.devices.reshape(dp, ring, ulysses, tp)
@@ -201,9 +197,8 @@ def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text, *meanwhile
     """`key_bounds` of all heads, over the keys of all chips of a Ulysses group. With text there is no ring."""
     tokens, ulysses = k.shape[2], split.ulysses
     seen = count = None
-    if (
-        kv_len < split.ring * ulysses * tokens
-    ):  # computed here: even the sum of one number waits for what is on the links
+    if kv_len < split.ring * ulysses * tokens:
+        # The count is not summed over chips: even the sum of one number waits for what is on the links.
         left = kv_len if text is not None else kv_len - lax.axis_index("ring") * ulysses * tokens
         seen = jnp.clip(left - lax.axis_index("ulysses") * tokens, 0, tokens)
         count = jnp.clip(left, 0, ulysses * tokens)
