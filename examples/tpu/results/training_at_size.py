@@ -19,7 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from value_runs import TRUE_FLOAT32, Case, _drawn, _enter_path, _floating, _placed, _recorded, _say, _where, main
+from value_inputs import Case, drawn, floating, placed, recorded
+from value_runs import TRUE_FLOAT32, enter_path, main, where, write_row
 
 
 RECORD = Path(__file__).with_name("training-at-size.json")
@@ -58,9 +59,9 @@ def run(name: str, case: Training, out: Path, small: bool):
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    say = functools.partial(_say, out, case=name + "-small" * small, started=began)
+    say = functools.partial(write_row, out, case=name + "-small" * small, started=began)
     steps = 4 if small else case.steps
-    _, args, kwargs, narrow, model = _recorded(case.case, "cuda" if on_gpu else "cpu", small)
+    _, args, kwargs, narrow, model = recorded(case.case, "cuda" if on_gpu else "cpu", small)
     _made_trainable(model, case.rank)
     loop = functools.partial(_loop, model, case, args, kwargs, narrow)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -74,7 +75,7 @@ def run(name: str, case: Training, out: Path, small: bool):
     changes = {name: p.detach().cpu() - first[name] for name, p in trained.items()}
     say(stage="upstream", losses=losses, seconds=seconds)
     model.zero_grad()
-    _enter_path(model, on_gpu)
+    enter_path(model, on_gpu)
     from diffusers import tpu
     from diffusers.tpu import idioms
     from diffusers.tpu.compile import gradients
@@ -95,7 +96,7 @@ def run(name: str, case: Training, out: Path, small: bool):
             )
             found["changed"] = (wrong / sum(x.double().square().sum().item() for x in changes.values())) ** 0.5
             found["eager"] = str(tpu.report(model)["eager"])
-        say(stage="ours" if kept else "host", **found, **_where())
+        say(stage="ours" if kept else "host", **found, **where())
 
 
 def _made_trainable(model, rank: int):
@@ -120,8 +121,8 @@ def _loop(model, training: Training, args, kwargs, narrow: list, steps: int) -> 
     for step in range(steps):
         began = time.perf_counter()
         torch.manual_seed(step)
-        given = _placed(_drawn((args, kwargs), "", False), device, narrow, torch.float32)
-        (guess,) = _floating(model(*given[0], **given[1]))
+        given = placed(drawn((args, kwargs), "", False), device, narrow, torch.float32)
+        (guess,) = floating(model(*given[0], **given[1]))
         loss = torch.nn.functional.mse_loss(
             guess, torch.randn(guess.shape, generator=torch.Generator().manual_seed(0)).to(device)
         )

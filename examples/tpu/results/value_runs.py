@@ -3,25 +3,19 @@
 import argparse
 import functools
 import gc
-import io
 import json
-import math
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from value_errors import INPUT, compared, limits, spread
+from value_inputs import Case, floating, placed, recorded
 
 
-DRAWN = {  # arguments that a model of zeros has made zeros
-    "hidden_states", "sample", "z", "x", "encoder_hidden_states", "encoder_hidden_states_2", "pooled_projections", "text_embeds",
-}  # fmt: skip
 # "high" is TF32 to XLA's compiler for CUDA.
 TRUE_FLOAT32 = {"matmul_precision": "highest", "convolution_precision": "highest"}
 
@@ -57,29 +51,6 @@ def main(
     return "\n".join(failed) or None
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call of a model's component.
-
-    Attributes:
-        small: changes of the configuration for `--small`.
-        what: a name for the record; the case's own if it is empty.
-    """
-
-    model: str
-    component: str
-    entry: str = "forward"
-    call: dict = field(default_factory=dict)
-    config: dict = field(default_factory=dict)
-    small: dict = field(default_factory=dict)
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    repeat: bool = True
-    steps: int = 0  # of a whole loop; 0: one call
-    gradients: bool = False
-    clamped: bool = False  # the outputs, to [-1, 1]
-    what: str = ""
-
-
 def run(name: str, case: Case, out: Path, small: bool):
     """Appends a line of JSON to `out` for each stage."""
     os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # upstream's torch, till it is done
@@ -92,9 +63,9 @@ def run(name: str, case: Case, out: Path, small: bool):
         os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    say = functools.partial(_say, out, case=name + "-small" * small, started=began)
+    say = functools.partial(write_row, out, case=name + "-small" * small, started=began)
 
-    pipe, args, kwargs, narrow, module = _recorded(case, "cuda" if on_gpu else "cpu", small)
+    pipe, args, kwargs, narrow, module = recorded(case, "cuda" if on_gpu else "cpu", small)
     facts = {"parameters": sum(p.numel() for p in module.parameters()), "inputs": _shapes((args, kwargs))}
     say(stage="built", **facts)
     if case.steps:
@@ -115,7 +86,7 @@ def run(name: str, case: Case, out: Path, small: bool):
         upstream["bfloat16"] = compared(own, oracle)
         say(stage="upstream", dtype="bfloat16", seconds=seconds, **upstream["bfloat16"])
         del own
-    _enter_path(module, on_gpu)
+    enter_path(module, on_gpu)
     from diffusers import tpu
     from diffusers.tpu.kernels.attention import api
 
@@ -134,7 +105,7 @@ def run(name: str, case: Case, out: Path, small: bool):
         row = {
             "stage": "ours", "dtype": dtype, **errors, "upstream_error": own["error"], "limit": most["error"], "ok": ok,
             "first_seconds": first, "compile_seconds": sum(p["compile_seconds"] for p in found["programs"]),
-            "programs": len(found["programs"]), "eager": str(found["eager"]), "explain": tpu.explain(whole)[:300], **_where(), **spread(ours),
+            "programs": len(found["programs"]), "eager": str(found["eager"]), "explain": tpu.explain(whole)[:300], **where(), **spread(ours),
         }  # fmt: skip
         say(**row)
         if case.repeat:
@@ -144,98 +115,6 @@ def run(name: str, case: Case, out: Path, small: bool):
         del ours
     calls = [f"{how.kernel} {how.q} {how.k} {how.dtype} {how.mask} {how.reason}" for how in api.explain()]
     say(stage="attention", calls=calls)
-
-
-def _recorded(case: Case, device: str, small: bool):
-    """Returns (pipeline, args, kwargs, dtypes of their leaves in bfloat16, component); the component is random and on the device."""
-    import torch
-    from accelerate import init_empty_weights
-
-    from diffusers.tpu.planner import building
-
-    # In another process, as it imports torchax: with that, torch has no gradients on CUDA.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-        saved = io.BytesIO(apart.submit(_arguments, case, small).result())
-    args, kwargs, narrow = torch.load(saved, weights_only=False)
-    pipe = building.build(building.configuration_of(case.model), torch.float32, tiled=False)
-    module = getattr(pipe, case.component)
-    with init_empty_weights():  # what upstream keeps as plain attributes stays on the host, where all goes later
-        # Names of defaults among it would be left out, whatever is said of them.
-        config = {name: x for name, x in module.config.items() if name != "_use_default_values"}
-        module = type(module).from_config(config | (case.small if small else {}))
-    for owner in module.modules():
-        for name, p in owner.named_parameters(recurse=False):
-            owner._parameters[name] = torch.nn.Parameter(torch.empty(p.shape, device=device), requires_grad=False)
-    _fill(module.eval().to(device))
-    setattr(pipe, case.component, module)
-    return pipe, _drawn(args, "", case.gradients), _drawn(kwargs, "", case.gradients), narrow, module
-
-
-def _arguments(case: Case, small: bool) -> bytes:
-    """Returns what `torch.save` writes of the args and kwargs of the component's first call, and their leaves' dtypes in bfloat16."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    from diffusers.tpu.planner import building, recording
-
-    class Stop(Exception):
-        pass
-
-    class Runner(recording.RecordingRunner):
-        def run(self, entry, args, kwargs, back=False):
-            if (self.component, entry) == (case.component, case.entry):
-                raise Stop(args, kwargs)
-            return super().run(entry, args, kwargs)
-
-    configuration = building.configuration_of(case.model)
-    call = {**configuration.call, **case.call, "num_inference_steps": 4}
-    if small:
-        call |= {"height": 64, "width": 96} | ({"num_frames": 9} if "num_frames" in call else {})
-
-    def arguments(dtype):
-        try:
-            recording.record(building.build(configuration, dtype, tiled=False), call, runner=Runner)
-            raise RuntimeError(f"expected a call of {case.component}.{case.entry}")
-        except Stop as stop:
-            return stop.args
-
-    args, kwargs = arguments(torch.float32)
-    narrow = [getattr(leaf, "dtype", None) for leaf in tree_leaves(arguments(torch.bfloat16))]
-    saved = io.BytesIO()
-    torch.save((args, kwargs, narrow), saved)
-    return saved.getvalue()
-
-
-def _fill(module):
-    """Fills weights with random values exact in bfloat16: matrices preserve norms, weights of norms are near one, biases near zero."""
-    import torch
-
-    of_norms = (m for m in module.modules() if "norm" in type(m).__name__.lower())
-    norms = {id(p) for m in of_norms for p in m.parameters(recurse=False)}
-    for name, p in module.named_parameters():
-        if p.ndim > 1 and id(p) not in norms:
-            p.data.normal_(0, 1 / math.sqrt(max(1, p[0].numel())))
-        else:
-            p.data.normal_(1.0 if name.endswith(("weight", "gamma")) else 0.0, 0.1)
-    for tensor in module.state_dict().values():
-        if tensor.is_floating_point():
-            tensor.copy_(tensor.to(torch.bfloat16))
-
-
-def _drawn(given, name: str, gradients: bool):
-    """Returns the arguments; those named in `DRAWN` are random, and require gradients if `gradients`."""
-    import torch
-
-    if isinstance(given, dict):
-        return {key: _drawn(x, key, gradients) for key, x in given.items()}
-    if isinstance(given, (list, tuple)):
-        names = (name or ("hidden_states" if n == 0 else "") for n in range(len(given)))
-        return type(given)(_drawn(x, name, gradients) for x, name in zip(given, names))
-    if isinstance(given, torch.Tensor) and given.is_floating_point():
-        if name in DRAWN:
-            return torch.randn(given.shape).to(torch.bfloat16).float().requires_grad_(gradients)
-        return given.float().contiguous().clone()
-    return given.clone() if isinstance(given, torch.Tensor) else given
 
 
 def _cast(module, dtype):
@@ -257,9 +136,9 @@ def _call(module, entry: str, args, kwargs, narrow: list, dtype):
     """Returns the output's tensors in float32 on the host. `narrow`: the dtype of each leaf of the arguments in bfloat16."""
     import torch
 
-    args, kwargs = _placed((args, kwargs), next(module.parameters()).device, narrow, dtype)
+    args, kwargs = placed((args, kwargs), next(module.parameters()).device, narrow, dtype)
     with torch.no_grad():
-        return [t.float().cpu() for t in _floating(getattr(module, entry)(*args, **kwargs))]
+        return [t.float().cpu() for t in floating(getattr(module, entry)(*args, **kwargs))]
 
 
 def _gradients(module, entry: str, args, kwargs, narrow: list, clamped: bool, dtype) -> dict:
@@ -271,8 +150,8 @@ def _gradients(module, entry: str, args, kwargs, narrow: list, clamped: bool, dt
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
     device, draw = next(module.parameters()).device, torch.Generator().manual_seed(3)
-    given = _placed((args, kwargs), device, narrow, dtype)
-    outputs = _floating(getattr(module, entry)(*given[0], **given[1]))
+    given = placed((args, kwargs), device, narrow, dtype)
+    outputs = floating(getattr(module, entry)(*given[0], **given[1]))
     factors = [torch.randn(t.shape, generator=draw).to(device) for t in outputs]
     if clamped:
         factors = [factor * (1 - t.detach().float() ** 2) for t, factor in zip(outputs, factors)]
@@ -284,27 +163,6 @@ def _gradients(module, entry: str, args, kwargs, narrow: list, clamped: bool, dt
         if isinstance(t, torch.Tensor) and t.grad is not None:
             found[name], t.grad = t.grad.float().cpu(), None
     return found
-
-
-def _placed(given, device, narrow: list, dtype):
-    """Returns the arguments on the device in the dtypes of a run in `dtype`; `requires_grad` is kept."""
-    import torch
-    from torch.utils._pytree import tree_flatten, tree_unflatten
-
-    leaves, spec = tree_flatten(given)
-    for n, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            there = leaf.detach().to(device, narrow[n] if dtype == torch.bfloat16 else leaf.dtype)
-            leaves[n] = there.requires_grad_(leaf.requires_grad)
-    return tree_unflatten(leaves, spec)
-
-
-def _floating(output) -> list:
-    """Returns the floating tensors of an output."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
 def _loop(pipe, case: Case, small: bool, dtype):
@@ -341,7 +199,7 @@ def _timed(work, dtype, repeat: bool):
     return output, seconds
 
 
-def _enter_path(module, on_gpu: bool):
+def enter_path(module, on_gpu: bool):
     """Moves the module to the host and turns the TPU path on, with one CUDA device in place of simulated chips if `on_gpu`."""
     import torch
 
@@ -377,7 +235,7 @@ def _enter_path(module, on_gpu: bool):
 # What is said
 
 
-def _say(out: Path, case: str, started: float, **facts):
+def write_row(out: Path, case: str, started: float, **facts):
     row = {"case": case, "at": round(time.perf_counter() - started, 1), **facts}
     line = json.dumps({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in row.items()})
     with open(out, "a") as file:
@@ -392,7 +250,7 @@ def _shapes(given) -> list:
     return [[str(t.dtype)[6:], *t.shape] for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
 
 
-def _where() -> dict:
+def where() -> dict:
     """Returns JAX's device and its peak memory."""
     import jax
 

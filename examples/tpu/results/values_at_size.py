@@ -25,7 +25,8 @@ import json
 import sys
 from pathlib import Path
 
-from value_runs import Case, main, run
+from value_inputs import Case
+from value_runs import main, run
 
 
 RECORD = Path(__file__).with_name("values-at-size.json")
