@@ -29,11 +29,11 @@ def wait(values):
 
 
 def compile_seconds(pipe) -> Counter[str]:
-    """Seconds spent tracing and compiling so far, by component and entry."""
+    """Seconds that this process spent tracing and compiling so far, by component and entry; not those of recalled programs."""
     seconds: Counter[str] = Counter()
     components = tpu.report(pipe)["components"] if tpu.is_active() else {}
     for name, component in components.items():
-        for program in component["programs"]:
+        for program in (program for program in component["programs"] if not program["recalled"]):
             label = name if program["entry"] == "forward" else f"{name}.{program['entry']}"
             seconds[label] += program["compile_seconds"]
     return seconds
