@@ -88,7 +88,9 @@ class Weaker(type(SDXLCFGCutoffCallback())):
 
 
 @idiom("callback-writes", "callback-objects", "callback-host-glue")
-@pytest.mark.parametrize("way", ["in place", "numpy", "a text", "replaced", "interrupt", "object", "on the host"])
+@pytest.mark.parametrize(
+    "way", ["in place", "numpy", "a text", "a weight", "replaced", "interrupt", "object", "on the host"]
+)
 def test_what_a_callback_writes_is_seen(wan, plain, way):
     def write(pipe, step, timestep, tensors):
         latents = tensors["latents"]
@@ -99,6 +101,8 @@ def test_what_a_callback_writes_is_seen(wan, plain, way):
             latents.numpy()[:, 1] += 0.25
         if way == "a text":
             text[0].numpy()[:] += 1 - step  # there and back
+        if way in ("a weight", "on the host") and step != 1:  # as fuse_lora() and unfuse_lora() write
+            pipe.transformer.proj_out.weight.data.mul_(0.5 if step == 0 else 2)
         if way == "on the host":
             return {"latents": latents + 0.05 * torch.randn_like(latents)}
         if way == "interrupt":

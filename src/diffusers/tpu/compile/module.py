@@ -42,7 +42,7 @@ _of_pipeline: contextvars.ContextVar[SentInputs | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def one_call(runners):
-    """Around a pipeline's call: writes through `.data` are searched for once, at the start, and host texts sent to the chips once.
+    """Around a pipeline's call: writes through `.data` are searched for at its start, and host texts sent to the chips once.
 
     At the end deferred branches are discarded, so that a failed call leaves none for the next one.
     """

@@ -48,6 +48,11 @@ class Installation:
         finally:
             self.lock.release()
 
+    def look(self):
+        """Search all models for weights that were written to unknown to torch's version counter."""
+        for runner in self.runners.values():
+            runner.look()
+
     @property
     def runners(self) -> dict[str, CompiledModule]:
         """Runners of the models that are not kept on the host."""

@@ -1,11 +1,12 @@
 """Inside of a pipeline's call: device tensors for upstream's code, host tensors for the user's callbacks.
 
 A loop on the device ("resident") works on device tensors. Callbacks run as outside of the call, with host tensors, plain torch and
-torch's random state. Tensors that they return or write to are copied back to the chips.
+torch's random state. Tensors that they return or write to are copied back to the chips, weights that they write to placed again.
 """
 
 import contextvars
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -46,29 +47,30 @@ def bring_attributes(*objects):
                 vars(owner)[name] = on_host(value)
 
 
-def with_user_callbacks(kwargs: dict) -> dict:
-    """A call's arguments, with callbacks wrapped so that they run as outside of the call."""
+def with_user_callbacks(kwargs: dict, after: Callable[[], None]) -> dict:
+    """A call's arguments, with callbacks wrapped so that they run as outside of the call. `after` is called when one returns."""
     kwargs = dict(kwargs)
     for name in CALLBACKS:
         callback = kwargs.get(name)
         if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
-            kwargs[name] = _UsersCallbacks(callback)
+            kwargs[name] = _UsersCallbacks(callback, after)
         elif callback is not None:
-            kwargs[name] = functools.wraps(callback, updated=())(functools.partial(_call_outside, callback))
+            kwargs[name] = functools.wraps(callback, updated=())(functools.partial(_call_outside, callback, after))
     return kwargs
 
 
 class _UsersCallbacks(MultiPipelineCallbacks):
     """Wraps upstream's callback object, or several; pipelines check its class and read its `tensor_inputs`."""
 
-    def __init__(self, callback: PipelineCallback | MultiPipelineCallbacks):
+    def __init__(self, callback: PipelineCallback | MultiPipelineCallbacks, after: Callable[[], None]):
         super().__init__([callback])
+        self.after = after
 
     def __call__(self, *args, **kwargs):
-        return _call_outside(self.callbacks[0], *args, **kwargs)
+        return _call_outside(self.callbacks[0], self.after, *args, **kwargs)
 
 
-def _call_outside(callback, /, *args, **kwargs):
+def _call_outside(callback, after, /, *args, **kwargs):
     env, shown = bridge.environment(), {}
 
     def show(tensor):
@@ -79,6 +81,9 @@ def _call_outside(callback, /, *args, **kwargs):
     args, kwargs = tree_map_only(bridge.Tensor, show, (args, kwargs))
     with env.left(), inside(False), exclusive.released():
         answer = callback(*args, **kwargs)
+    after()
+    if not env.active:
+        return answer
     back = {}
     for tensor, host in shown.values():
         if bridge.as_numpy(host).tobytes() != np.asarray(whole(tensor.jax())).tobytes():

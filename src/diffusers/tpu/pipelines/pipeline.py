@@ -247,8 +247,7 @@ def entered(method):
                 args = [there if isinstance(a, torch.device) and names_accelerator(a) else a for a in args]
                 if names_accelerator(kwargs.get("device")):
                     kwargs["device"] = there
-                if state.glue == "resident":
-                    kwargs = glue.with_user_callbacks(kwargs)
+                kwargs = glue.with_user_callbacks(kwargs, state.look)
                 output = method(self, *args, **kwargs)
             if not outermost:
                 return output
