@@ -75,6 +75,13 @@ OPERATORS = {
     "gather of repeated rows": (lambda x, at: x.gather(1, at.int().repeat(2, 1, 5).to(torch.int64)), [(2, 3, 5), torch.tensor([0, 2, 1, 1])[None, :, None]], 0),
     "gather of other rows": (lambda x, at: x.gather(1, at.repeat(2, 2, 1)), [(2, 3, 5), torch.tensor([[[0, 2, 1, 1, 0]]])], 0),
     "gather": (lambda x, at: x.gather(-1, at), [(2, 3, 5), torch.tensor([[[0, 4]] * 3, [[3, 1]] * 3])], 0),
+    "take along an axis": (lambda x, at: torch.take_along_dim(x, at[None], 1), [(2, 3, 5), torch.tensor([[0, 2, 1, 1, 0]])], 0),
+    "take of all": (lambda x, at: x.take_along_dim(at), [Y, PLACES], 0),
+    "places in sorted rows": (lambda x: torch.searchsorted(x.sort(-1)[0], x, right=True).int(), [(2, 3, 5)], 0),
+    "axes changed in place": (lambda x: x.clone().transpose_(0, 1).unsqueeze_(1).squeeze_(1).flatten(), [Y], 0),
+    "axes of a view changed in place": (lambda x: ((y := x.clone()), y[1:].unsqueeze_(0).squeeze_().mul_(2))[0], [Y], 0),
+    "quantiles": (lambda x, y: x.quantile(y.sigmoid(), dim=1), [Y, (2,)], 1e-6),
+    "spectrum": (lambda x, w: torch.view_as_real(torch.stft(x, 8, 3, window=w, return_complex=True)), [(2, 40), (8,)], 1e-6),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (7,), w, b, 1e-6), [WIDE, (7,), (7,)], 1e-6),
     "layer norm, plain": (lambda x: F.layer_norm(x, (7,)), [WIDE], 1e-6),
     "RMS norm": (lambda x, w: F.rms_norm(x, (7,), w, 1e-6), [WIDE, (7,)], 1e-6),
@@ -114,6 +121,14 @@ def test_what_torch_refuses_ends_in_its_error_in_a_trace_too(env, name):
         with env, pytest.raises(type(theirs.value)) as ours:
             call(*map(bridge.as_numpy, tensors))
         assert str(ours.value) == str(theirs.value)
+
+
+def test_axes_that_a_view_depends_on_are_not_changed_in_place(env):
+    x = on_chip(torch.randn(X)).clone()
+    rows = x[1:]
+    with pytest.raises(NotImplementedError, match="views of it"):
+        x.t_()
+    assert torch.equal(on_host(rows), on_host(x)[1:])
 
 
 @pytest.mark.parametrize("name", OPERATORS)

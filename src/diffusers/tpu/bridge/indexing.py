@@ -1,5 +1,7 @@
 """Indexing: reads and writes of parts of a tensor, where torchax 0.0.13 differs from torch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,10 @@ def register(env, over):
         aten.gather.default: over(_gather, aten.gather.default),
         aten.index_put.default: over(_index_put, aten.index_put.default),
         aten.embedding.default: over(_embedding, aten.embedding.default),
+        aten.searchsorted.Tensor: searchsorted,
         torch.Tensor.repeat_interleave: repeat_interleave,
+        torch.take_along_dim: take_along_dim,
+        torch.Tensor.take_along_dim: take_along_dim,
     }
     for function, operator in ours.items():
         env.override_op_definition(function, operator)
@@ -174,6 +179,25 @@ def _gather(plain, x, dim, index, *, sparse_grad=False):
     (narrow,) = operands(index, _expand) or (indices,)
     narrow = narrow if narrow.ndim == array.ndim and narrow.shape[dim] == indices.shape[dim] else indices
     return Tensor(jnp.take_along_axis(array, narrow, dim, mode="clip"), x._env)
+
+
+def take_along_dim(input, indices, dim=None):
+    """torch's, by `gather`; torch itself raises TypeError for 32-bit indices, which all of the device's are."""
+    if dim is None:
+        return input.flatten().gather(0, indices.flatten())
+    shape = torch.broadcast_shapes(*(t.select(dim, 0).shape for t in (input, indices)))
+    input, indices = (t.movedim(dim, -1).expand(*shape, -1) for t in (input, indices))
+    return input.gather(-1, indices).movedim(-1, dim)
+
+
+def searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):
+    """torch's, row by row for a sequence of several axes; torchax has neither rows nor `right` and `side`."""
+    array, wanted = sequence.jax(), values.jax()
+    rows = array if sorter is None else jnp.take_along_axis(array, sorter.jax(), -1)
+    find = functools.partial(jnp.searchsorted, side="right" if right or side == "right" else "left")
+    for _ in range(array.ndim - 1):
+        find = jax.vmap(find)
+    return Tensor(find(rows, wanted).astype(jnp.int32), sequence._env)
 
 
 def repeat_interleave(input, repeats, dim=None, *, output_size=None):

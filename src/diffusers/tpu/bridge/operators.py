@@ -22,7 +22,7 @@ from ..kernels.video.chunks import Behind
 from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards, shard_width
 from ..kernels.video.norm import normed
-from . import indexing, joined, layers, norms, resizing
+from . import indexing, joined, layers, norms, resizing, views
 from .layers import how_it_lies
 from .made_of import made_of, operands
 
@@ -65,6 +65,15 @@ def register(env):
         *(aten.prod.default, aten.prod.dim_int, aten.cumsum.default, aten.cumprod.default),
     ):
         ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
+    for in_place, makes in (
+        *(
+            (aten.unsqueeze_.default, aten.unsqueeze),
+            (aten.transpose_.default, aten.transpose),
+            (aten.t_.default, aten.t),
+        ),
+        *((getattr(aten.squeeze_, name), aten.squeeze) for name in ("default", "dim", "dims")),
+    ):
+        ours[in_place] = functools.partial(views.shaped_in_place, makes)
     ours[aten.sum.dim_IntList] = functools.partial(norms.summed, ours[aten.sum.dim_IntList])
     for function, operator in ours.items():
         env.override_op_definition(function, operator)

@@ -129,8 +129,27 @@ def as_view(base: Tensor, view: Tensor, step: Step) -> Tensor:
     """Make `view`, which `step` computed from `base`, a view of it; returns `view`."""
     of, array = vars(base).get("_shared"), view.jax()
     owner, steps = (base, (step,)) if of is None else (of.base, (*of.steps, step))
-    vars(view)["_array"], vars(view)["_shared"] = None, Shared(owner, steps, array)
+    vars(view)["_array"], vars(view)["_shared"], vars(owner)["_viewed"] = None, Shared(owner, steps, array), True
     return view
+
+
+def shaped_in_place(operator, x: Tensor, *args) -> Tensor:
+    """`unsqueeze_`, `squeeze_`, `transpose_` and `t_`: x gets the shape of the view that `operator` makes of it; returns x.
+
+    Raises NotImplementedError for a tensor that other tensors view, as their operators are those from its former shape.
+    """
+    if vars(x).get("_viewed"):
+        raise NotImplementedError(
+            f"expected {operator}(x) where x was changed in place: other tensors are views of it. Assign the result, or clone x first"
+        )
+    view = operator(x, *args)
+    if "_shared" in vars(x):
+        vars(x)["_shared"] = vars(view)["_shared"]
+    else:
+        array, laid = view.jax(), _laid(view)
+        vars(x).pop("_viewed", None)
+        x._elem, vars(x)["_laid"] = array, laid
+    return x
 
 
 # torch's strides decide whether `reshape` and `contiguous` copy; they are computed when needed. A tensor that is neither a view nor
