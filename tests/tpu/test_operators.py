@@ -76,6 +76,7 @@ OPERATORS = {
     "gather of other rows": (lambda x, at: x.gather(1, at.repeat(2, 2, 1)), [(2, 3, 5), torch.tensor([[[0, 2, 1, 1, 0]]])], 0),
     "gather": (lambda x, at: x.gather(-1, at), [(2, 3, 5), torch.tensor([[[0, 4]] * 3, [[3, 1]] * 3])], 0),
     "take along an axis": (lambda x, at: torch.take_along_dim(x, at[None], 1), [(2, 3, 5), torch.tensor([[0, 2, 1, 1, 0]])], 0),
+    "values in another's dtype": (lambda x: x.bfloat16().new_tensor([[1, 2.5]]), [X], 0),
     "take of all": (lambda x, at: x.take_along_dim(at), [Y, PLACES], 0),
     "places in sorted rows": (lambda x: torch.searchsorted(x.sort(-1)[0], x, right=True).int(), [(2, 3, 5)], 0),
     "axes changed in place": (lambda x: x.clone().transpose_(0, 1).unsqueeze_(1).squeeze_(1).flatten(), [Y], 0),

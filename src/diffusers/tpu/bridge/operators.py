@@ -79,7 +79,7 @@ def register(env):
         env.override_op_definition(function, operator)
     indexing.register(env, over)
     layers.register(env)
-    Tensor.type_as = type_as
+    Tensor.type_as, Tensor.new_tensor = type_as, new_tensor
 
 
 def scaled_dot_product_attention(
@@ -406,3 +406,8 @@ def type_as(self, other):
     if joined.is_joined(self):
         return self.to(other.dtype)
     return layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
+
+
+def new_tensor(self, data, *, dtype=None, device=None, requires_grad=False):
+    """A tensor of the values of `data`, where torch's would have none, on its meta device."""
+    return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, requires_grad=requires_grad)
