@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+import tiny
 from conftest import relative, slow, table
 from diffusers.hooks import apply_layerwise_casting
+from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.compile.tracing.user_code import is_watched_inside
+from diffusers.tpu.compile.state import read
+from diffusers.tpu.compile.tracing.user_code import is_watched_inside, rewritten
 
 
 WIDTH, BLOCKS = 8, 4
@@ -49,6 +52,13 @@ class Block(torch.nn.Module):
     def forward(self, x, c):
         gate = self.gates["in"] * self.gates["out"][0] * (1 + self.layer_idx)
         return x + self.act(self.attn(x) + c) * gate
+
+
+FACTOR = 2.0
+
+
+def scaled(self, x):
+    return x * FACTOR
 
 
 class Model(torch.nn.Module):
@@ -140,14 +150,29 @@ def test_weights_that_hooks_cast_for_each_call(both):
 
 @pytest.mark.idiom("own-forward")
 def test_a_method_replaced_on_the_class_is_seen(both, monkeypatch):
+    before = Model.forward
     for cls, forward in (
         (Block, lambda self, x, c: x * c),
         (Block, Block.forward),
         (torch.nn.SiLU, torch.nn.Tanh.forward),
+        (torch.nn.SiLU, torch.no_grad()(scaled)),
         (Model, lambda self, hidden_states, context: hidden_states + context),
     ):
         monkeypatch.setattr(cls, "forward", forward)
         assert both.error() < 1e-6
+    assert rewritten(torch.nn.SiLU)  # a library's wrapper of the script's function is the script's
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    monkeypatch.setattr(Model, "forward", before)
+    assert both.error() < 1e-6
+
+
+def test_a_constant_of_upstreams_module_is_seen(monkeypatch):
+    vae = tiny.wan_vae()
+    before = read(vae)
+    monkeypatch.setattr(autoencoder_kl_wan, "CACHE_T", 300)
+    assert not before.same() and read(vae).key != before.key
+    monkeypatch.undo()
+    assert before.same() and read(vae).key == before.key
 
 
 class Keeping:

@@ -114,6 +114,20 @@ def test_a_denoiser_is_sparse_below_a_timestep(monkeypatch, chips, own_store, ki
     assert len(ours._tpu_runner.programs) == 2 and not tpu.report(ours)["eager"]
 
 
+def test_a_call_that_is_differentiated_sees_all(chips, own_store):
+    theirs, ours = built("wan"), built("wan")
+    ours.load_state_dict(theirs.state_dict())
+    tpu.install(ours, tpu.TPUConfig(mesh=(1, 1, 1), attention_sparsity=0.5))
+    given, found = inputs("wan") | {"timestep": torch.tensor([1])}, []
+    latents = torch.randn(VIDEOS["wan"][0])
+    for model in (ours, theirs):  # in evaluation mode, as for guidance by a gradient
+        own = latents.clone().requires_grad_()
+        out = model(**given | {"hidden_states": own})[0]
+        out.square().sum().backward()
+        found.append((out, own.grad))
+    assert all(relative(*pair) < 1e-5 for pair in zip(*found))
+
+
 def test_what_has_no_video_or_no_whole_sequence_is_refused(chips, own_store):
     flux = tpu.install(built("flux"), tpu.TPUConfig(mesh=(1, 1, 1), attention_sparsity=0.5))
     with pytest.raises(NotImplementedError, match=r"a denoiser of videos.*attention_sparsity=0\.5.*FluxTransformer2D"):

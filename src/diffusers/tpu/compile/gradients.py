@@ -206,12 +206,14 @@ class _Call(torch.autograd.Function):
 class DifferentiatedCall:
     """One call of a module's method that torch can differentiate.
 
-    In training mode its program keeps residuals; else the call's values are kept, and it is computed again.
+    In training mode its program keeps residuals; else the call's values are kept, and it is computed again. The program of other
+    calls cannot serve for that where they have sparse attention or 8-bit layers.
     """
 
     def __init__(self, runner, call: Call):
         serve()
-        self.runner, self.call, self.keeps = runner, call, runner.module.training
+        self.runner, self.call = runner, call
+        self.keeps = runner.module.training or call.sparse is not None or runner.settings.linear != "bfloat16"
         self.inputs = {n: t for n, t in enumerate(call.tensors) if t.requires_grad}
         tensors, self.weights = runner.state.now.tensors, {}
         for key, names in runner.plan_weights().sources.items():

@@ -295,11 +295,12 @@ def averages(params: list[torch.Tensor], shadows: list[torch.Tensor]) -> dict[in
     with torch._C.DisableTorchFunctionSubclass():
         alike = (p.requires_grad and (p.shape, p.dtype) == (s.shape, s.dtype) for p, s in zip(params, shadows))
         found = complete([p if is_alike else None for p, is_alike in zip(params, alike)])
-    jobs = {}
+    jobs, new = {}, 0
     for held, numbers in found.items():
         runner = vars(held.placed.module).get(ModulePrograms.NAME)
-        new = 0 if together([shadows[n] for n in numbers]) else held.bytes_per_chip
-        if runner is not None and runner.has_room(new):
+        own = 0 if together([shadows[n] for n in numbers]) else held.bytes_per_chip
+        if runner is not None and runner.has_room(new + own):
+            new += own
             jobs |= dict.fromkeys(numbers, functools.partial(_average, held, shadows, numbers))
     return jobs
 

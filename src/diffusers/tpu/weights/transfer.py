@@ -240,7 +240,8 @@ def _in_order(target: Target, packed: Packed) -> Iterator[Target]:
 
 def _fill(key: str, tensor: torch.Tensor, piece: tuple[slice, ...], targets: list[Target]):
     """Copies the piece of the tensor into the targets that overlap it."""
-    stored = tensor.source.values if type(tensor) is FileTensor and tensor.source.values is not None else tensor
+    values_of_file = tensor.source.values if type(tensor) is FileTensor else None
+    stored = tensor if values_of_file is None else values_of_file
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         if stored.nbytes >= SMALL and stored.is_contiguous():
             row = stored.nbytes // len(stored)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from . import watch
-from .libraries import is_library, is_library_module
+from .libraries import has_library_code, is_library, is_library_module
 from .state import Held
 
 
@@ -135,7 +135,7 @@ class CodeReader:
         """A function's code and closure; for a user's function also what it names."""
         if (function.__module__ or "").startswith("diffusers.tpu.") and is_library(function):
             return Held(function)
-        library, cells = is_library(function), function.__closure__ or ()
+        library, cells = has_library_code(function), function.__closure__ or ()
         if library and not cells and not function.__defaults__ and not function.__kwdefaults__:
             return Held(function)
         at, read = self.at, []

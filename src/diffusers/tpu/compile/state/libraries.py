@@ -24,6 +24,7 @@ KNOWN = ("torch", "transformers", "peft", "accelerate", "torchax", "jax", "numpy
 # Modules whose functions and classes a trace may run: those with such names that it reaches, and those of ALSO.
 READ = ("diffusers.models.", "diffusers.hooks.", "transformers.models.", "transformers.modeling_", "peft.tuners.")
 ALSO = ("torch.nn.functional", "transformers.activations", "transformers.masking_utils")
+CONSTANTS = (bool, int, float, str, tuple, list, dict)
 _seen: "weakref.WeakKeyDictionary[type | types.ModuleType, weakref.WeakSet[Seen]]" = weakref.WeakKeyDictionary()
 
 
@@ -31,6 +32,12 @@ class Seen(dict):
     """What a class or a module held, compared by identity. Only keys keep it alive, as a method may hold the model."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
+
+    @functools.cached_property
+    def put_into(self) -> tuple[str, ...]:
+        """Names in a library's class that need reading: values that are not the library's, and those that can change in place."""
+        changing = {name for name, x in self.items() if isinstance(x, (dict, list, set)) and name[:2] != "__"}
+        return tuple(name for name, x in self.items() if name in changing or (not isinstance(x, type) and foreign(x)))
 
 
 @functools.cache
@@ -66,12 +73,25 @@ def is_library_module(name: str) -> bool:
 
 
 def is_library(x: types.FunctionType | type) -> bool:
-    """Whether a function or class is a library's. A function's own code counts: a wrapper by the user is the user's."""
+    """Whether a function or class is a library's. A wrapper by the user is the user's, and so is a library's of the user's function,
+    as `torch.no_grad()` makes."""
     if isinstance(x, type):
         return is_library_module(x.__module__)
-    file = x.__code__.co_filename
+    return all(map(has_library_code, layers_of(x)))
+
+
+def layers_of(function) -> Iterator[types.FunctionType]:
+    """A function, and those that it wraps (`functools.wraps`), from the outside in."""
+    while isinstance(function := getattr(function, "__func__", function), types.FunctionType):
+        yield function
+        function = vars(function).get("__wrapped__")
+
+
+def has_library_code(function: types.FunctionType) -> bool:
+    """Whether a function's own code is a library's, whatever it wraps."""
+    file = function.__code__.co_filename
     if file.startswith("<") and not file.startswith("<frozen"):  # made at run time, such as dataclasses' methods
-        return is_library_module(x.__globals__.get("__name__") or "__main__")
+        return is_library_module(function.__globals__.get("__name__") or "__main__")
     return is_library_file(file)
 
 
@@ -98,20 +118,19 @@ def foreign(x) -> bool:
     return foreign(x.func) if isinstance(x, functools.partial) else not is_library(type(x)) and callable(x)
 
 
-@functools.lru_cache(maxsize=16384)
-def put_into(cls: type, version: Seen) -> tuple[str, ...]:
-    """Names in a library's class that need reading: values that are not the library's, and those that can change in place."""
-    changing = {name for name, x in vars(cls).items() if isinstance(x, (dict, list, set)) and name[:2] != "__"}
-    return tuple(name for name, x in vars(cls).items() if name in changing or (not isinstance(x, type) and foreign(x)))
+def is_read(x) -> bool:
+    """Whether a value of a module is a function, a class or a constant."""
+    return callable(x) or isinstance(x, CONSTANTS)
 
 
 class Libraries:
-    """Functions and classes in upstream's modules that code of these modules may run. `key`: the version of each of the modules."""
+    """Functions, classes and constants in upstream's modules that code of these modules may run or read. `key`: the version of each
+    of the modules."""
 
     def __init__(self, names: set[str]):
         self.modules = _reached(frozenset(name for name in names if name.startswith(READ)))
         self.namespaces = [*map(vars, self.modules)]
-        self.names = [[n for n, x in held.items() if callable(x) and n[:2] != "__"] for held in self.namespaces]
+        self.names = [[n for n, x in held.items() if is_read(x) and n[:2] != "__"] for held in self.namespaces]
         self.getters = [operator.itemgetter("__name__", "__name__", *some) for some in self.names]
         self.held = self._values()
         found = zip(self.modules, self.names, self.held)

@@ -34,7 +34,7 @@ import torch
 from ...weights.checkpoint import FileTensor
 from . import watch
 from .code import MAKING, CodeReader
-from .libraries import class_version, is_library, is_library_module, put_into
+from .libraries import class_version, is_library, is_library_module
 from .state import Held, State
 from .watch import Watch, content
 
@@ -283,7 +283,7 @@ class Reader(CodeReader):
             self.names.update(overriding)
             self.later(self.of_class, base)
         else:
-            for name in put_into(base, class_version(base)):
+            for name in class_version(base).put_into:
                 self.later(self.once, vars(base)[name])
 
 

@@ -10,13 +10,12 @@ import sysconfig
 import types
 from pathlib import Path
 
-from ..state.libraries import Libraries, is_library_file
+from ..state.libraries import CONSTANTS, Libraries, is_library_file, layers_of
 
 
 OURS = "diffusers/tpu/"
 MADE = "<made>"  # code made at run time, such as dataclasses' methods: its content is its key
 _ASKERS = ("apps", "planner", "compare", "idioms")  # packages of ours that do not affect programs
-_PLAIN = (bool, int, float, str, tuple, list, dict)
 _ROOT = str(Path(__file__).resolve().parents[4]) + os.sep  # the folder of `diffusers`
 _known: dict[tuple, str] = {}  # digests, by the key of `Libraries`
 
@@ -86,12 +85,12 @@ def held_words(value) -> str:
     """The words of an attribute of a class or a module. Raises NotPortable if it is a script's."""
     found = inspect.unwrap(value) if isinstance(value, functools._lru_cache_wrapper) else function_of(value)
     if found is not None:
-        return code_words(found.__code__)
+        return " of ".join(code_words(layer.__code__) for layer in layers_of(found))
     if isinstance(value, functools.partial):
         return f"partial({held_words(value.func)}, {value.args!r:.200}, {value.keywords!r:.200})"
     if isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
-    if isinstance(value, _PLAIN):
+    if isinstance(value, CONSTANTS):
         text = repr(value)
         return type(value).__name__ if " at 0x" in text else text
     if callable(value) and type(value).__module__.partition(".")[0] == "__main__":
@@ -111,9 +110,6 @@ def library_words(libraries: Libraries) -> str:
             words = [(name, held_words(value)) for name, value in zip(names, held[2:])]
             if module.__name__.startswith("torch."):  # its version covers it, except for what others put there
                 words = [one for one in words if not one[1].startswith((OURS, "torch", "python", "typing.", MADE))]
-            constants = [(n, x) for n, x in sorted(vars(module).items()) if isinstance(x, _PLAIN) and n[:2] != "__"]
-            if ".models." in module.__name__:
-                words += [(name, held_words(value)) for name, value in constants]
             found.append((module.__name__, _file_digest(module.__file__), words))
         _known[libraries.key] = digest(repr(sorted(found)).encode())
     return _known[libraries.key]
