@@ -276,7 +276,7 @@ class DifferentiatedCall:
                 outputs, kept = self._differentiable(program).forward(*self._given())
             program.calls += 1
         else:
-            outputs, kept = runner.execute(program, call), self._given()
+            outputs, kept = runner.execute(program, [call])[0], self._given()
         call.values = None  # torch frees what is kept, with its graph
         return [bridge.from_numpy(x) for x in outputs], kept
 

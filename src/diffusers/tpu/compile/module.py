@@ -239,19 +239,16 @@ class CompiledModule(ModulePrograms):
             call.values = dataclasses.replace(call.values, inputs=given.inputs, versions=given.versions)
             call.state = self.state_key
 
-    def _execute(self, program: Program, calls: list[Call]) -> list[list[jax.Array]]:
+    def execute(self, program: Program, calls: list[Call]) -> list[list[jax.Array]]:
+        """Flat output arrays of each call."""
         if len(calls) < program.branches and (alone := self._alone(calls[0])) is not None:
-            return [self._execute(alone, [call])[0] for call in calls]
+            return [self.execute(alone, [call])[0] for call in calls]
         self._compile(program)
         with self.within_hbm(lambda: f"to run {self.name}.{program.entry} for {program.shapes}"):
             outputs = program.run(calls)
         if self.hbm_manager is not None:
             self.hbm_manager.prefetch(self, calls if program.calls == 1 else None)
         return outputs
-
-    def execute(self, program: Program, call: Call) -> list[jax.Array]:
-        """Flat output arrays of a call that runs alone."""
-        return self._execute(program, [call])[0]
 
     def _alone(self, call: Call) -> Program | None:
         """The program that runs a deferred call alone; None: the module has changed, and the call's own program is filled up."""

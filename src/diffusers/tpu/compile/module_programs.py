@@ -80,7 +80,7 @@ class ModulePrograms(EntryMethods):
         self.state = ModuleState(module, config.programs)
         self.modes = Modes(module, self._submodule, config.programs, evicted)
         self.known: dict[tuple, bridge.Guard | str] = LRUCache(MOST_GUARDS * config.programs)
-        self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self._execute)
+        self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self.execute)
         self.executables = Executables(self)
         self.storage: frozenset[str] | None = None
         self._placed: PlacedWeights | None = None
