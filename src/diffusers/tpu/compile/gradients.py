@@ -71,7 +71,7 @@ class Differentiable:
 
     def forward(self, *given) -> tuple[list[jax.Array], list[jax.Array]]:
         """Flat outputs, and residuals. `given`: weights, numbers, inputs."""
-        outputs, new = self._run("outputs_and_residuals", *given)
+        outputs, new = self.run("outputs_and_residuals", *given)
         flat = jax.tree.leaves(given)
         return outputs, [flat[n] if is_given else new[n] for is_given, n in self._places]
 
@@ -79,23 +79,13 @@ class Differentiable:
         """Without what only tracing needs."""
         return vars(self) | {"program": None, "_tree": None}
 
-    def compile_forward(self, *given) -> bool:
-        """Compile `forward`; False: that is done already."""
-        return self._compile("outputs_and_residuals", *given)
-
-    def backward(self, residuals: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
-        """Gradients of what is wanted and `reached`, tensors first. `gradients`: of the floating-point outputs."""
-        return self._run("back", residuals, gradients)
-
-    def whole_backward(self, *given_and_gradients) -> list[jax.Array]:
-        """`backward` without residuals: the program's arguments are given instead."""
-        return self._run("there_and_back", *given_and_gradients)
-
-    def _run(self, name: str, *arguments):
-        self._compile(name, *arguments)
+    def run(self, name: str, *arguments):
+        """What the method `_name` returns for these arguments, by its executable."""
+        self.compile(name, *arguments)
         return self.program.executables[name](*arguments)
 
-    def _compile(self, name: str, *arguments) -> bool:
+    def compile(self, name: str, *arguments) -> bool:
+        """Compile the method `_name` for arguments like these; False: that is done already."""
         if name in self.program.executables:
             return False
         start = time.perf_counter()
@@ -106,7 +96,7 @@ class Differentiable:
             if type(error).__name__ != "IndivisibleError" or self._spread:
                 raise
             self._spread = True
-            return self._compile(name, *arguments)
+            return self.compile(name, *arguments)
         seconds = time.perf_counter() - start
         self.program.compile_seconds += seconds
         logger.info(f"compiled {self.program.name}.{self.program.entry}, {name}, in {seconds:.1f} s")
@@ -115,11 +105,8 @@ class Differentiable:
     def lowered(self) -> jax.stages.Lowered:
         """The whole backward pass, lowered from shapes alone."""
         everywhere = NamedSharding(self.program.mesh, PartitionSpec())
-        gradients = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-            for x in self.program.avals
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
+        floating = (x for x in self.program.avals if jnp.issubdtype(x.dtype, jnp.inexact))
+        gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in floating]
         return self._lower("there_and_back", *self.program.given, gradients)
 
     def _lower(self, name: str, *arguments) -> jax.stages.Lowered:
@@ -141,16 +128,20 @@ class Differentiable:
         return outputs, new
 
     def _back(self, residuals, gradients):
+        """Gradients of what is wanted and `reached`, tensors first. `gradients`: of the floating-point outputs."""
         return self._as_stored(jax.tree.unflatten(self._tree, residuals)(gradients)[0])
 
     def _there_and_back(self, *given_and_gradients):
+        """`_back` without residuals: the program's arguments are given instead."""
         *given, gradients = given_and_gradients
         return self._as_stored(self._way_back(given)[1](gradients)[0])
 
     def _way_back(self, given) -> tuple[list, Callable]:
         """Outputs, and the function from their gradients to the gradients of what is wanted and `reached`."""
         flat, jaxpr = jax.tree.leaves(given), self.program.traced.jaxpr
-        places = self._places_of_wanted(given)
+        numbers = itertools.count()
+        weights, _, inputs = jax.tree.map(lambda _: next(numbers), tuple(given))
+        places = [inputs[n] for n in self.wanted.tensors] + [weights[key] for key in self.wanted.weights]
         floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jaxpr.out_avals]
         _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, floating)
         self.reached = [used[place] for place in places]
@@ -166,11 +157,6 @@ class Differentiable:
         _, back, outputs = jax.vjp(outputs_of, [flat[n] for n in places], has_aux=True)
         return outputs, back
 
-    def _places_of_wanted(self, given) -> list[int]:
-        numbers = itertools.count()
-        weights, _, inputs = jax.tree.map(lambda _: next(numbers), tuple(given))
-        return [inputs[n] for n in self.wanted.tensors] + [weights[key] for key in self.wanted.weights]
-
     def _as_stored(self, gradients: list) -> list:
         avals, everywhere = self.program.given[0], NamedSharding(self.program.mesh, PartitionSpec())
         there = [everywhere] * len(self.wanted.tensors) + [avals[key].sharding for key in self.wanted.weights]
@@ -178,18 +164,13 @@ class Differentiable:
         return [jax.lax.with_sharding_constraint(*pair) for pair in zip(gradients, there)]
 
 
-class _Residuals(torch.Tensor):
-    """An empty tensor that holds a call's residuals: torch frees it after the backward pass."""
-
-
 class _Call(torch.autograd.Function):
     """A call of a model, between its flat output tensors and those of its arguments and weights that ask for a gradient."""
 
     @staticmethod
     def forward(ctx, call: "DifferentiatedCall", *asked: torch.Tensor):
-        outputs, kept = call.run()
-        token = torch.empty(0).as_subclass(_Residuals)
-        token.kept = kept
+        token = torch.empty(0)  # holds what is kept: torch frees it after the backward pass
+        outputs, token.kept = call.run()
         ctx.call = call
         ctx.save_for_backward(token)
         ctx.mark_non_differentiable(*(t for t in outputs if not _is_floating(t)))
@@ -252,7 +233,7 @@ class DifferentiatedCall:
 
     def _compile(self, program: Program) -> bool:
         with self.runner.within_hbm(lambda: f"to train {self.runner.name} by {program.shapes}"):
-            first = self._differentiable(program).compile_forward(*self._given())
+            first = self._differentiable(program).compile("outputs_and_residuals", *self._given())
         if first:
             self._count()
         return first
@@ -292,10 +273,8 @@ class DifferentiatedCall:
                     program = self._program_again()
                 differentiable = self._differentiable(program)
                 before = len(program.executables)
-                if self.keeps:
-                    found = differentiable.backward(kept, given)
-                else:
-                    found = differentiable.whole_backward(*kept, given)
+                way = ("back", kept) if self.keeps else ("there_and_back", *kept)
+                found = differentiable.run(*way, given)
             if len(program.executables) > before:
                 self._count()
                 runner.executables.keep_program(program)
