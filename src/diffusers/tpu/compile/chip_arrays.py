@@ -113,9 +113,10 @@ class OnChips(torch.Tensor):
     def __init__(self, part: Part | Number):
         self.hold(part)
 
-    def hold(self, part: Part | Number):
+    def hold(self, part: Part | Number) -> "OnChips":
         """Represent this part from now on."""
         self.part, self._host = part, None
+        return self
 
     def host(self) -> torch.Tensor:
         if self._host is None:
@@ -156,10 +157,8 @@ def part_of(t) -> Part | None:
 
 def together(tensors: list[torch.Tensor]) -> ChipArray | None:
     """The array whose parts these tensors represent, all of them and in order; else None."""
-    parts = [*map(part_of, tensors)]
-    held = parts[0] and parts[0].held
-    same = held and all(part and part.held is held and part.number == n for n, part in enumerate(parts))
-    return held if same and len(parts) == held.tensors else None
+    found = complete(tensors)
+    return next(iter(found)) if [*found.values()] == [[*range(len(tensors))]] else None
 
 
 def complete(tensors: list[torch.Tensor | None]) -> dict[ChipArray, list[int]]:
@@ -186,11 +185,6 @@ def brought(tensors: list[torch.Tensor], like: ChipArray) -> ChipArray:
 
 def stand(held: ChipArray, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[OnChips]:
     """Tensors that represent all parts of `held`; those given that are `OnChips` are reused."""
-    found = [*tensors]
-    for n, t in enumerate(tensors):
-        part = held.part(n, torch.Size(held.array.shape[held.placed.is_stacked(held.key) :]), dtype)
-        if type(t) is OnChips:
-            t.hold(part)
-        else:
-            found[n] = OnChips(part)
-    return found
+    shape = torch.Size(held.array.shape[held.placed.is_stacked(held.key) :])
+    parts = [held.part(n, shape, dtype) for n in range(len(tensors))]
+    return [t.hold(part) if type(t) is OnChips else OnChips(part) for t, part in zip(tensors, parts)]
