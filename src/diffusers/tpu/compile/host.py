@@ -77,7 +77,7 @@ class EntryMethods:
         if env.active:
             there = functools.partial(bridge.to_jax, sharding=NamedSharding(self.mesh, PartitionSpec()))
             output, values = tree_map_only(torch.Tensor, lambda t: bridge.to_torch(there(t)), (output, values))
-        write_back(written, given, [*tensors.values()], values, bridge.write)
+        write_back(written, given, [*tensors.values()], values)
         return output
 
     def _entry(self, name: str):

@@ -271,7 +271,7 @@ class CompiledModule(ModulePrograms):
             outputs = [x if torch.is_tensor(x) else bridge.from_numpy(x) for x in outputs]
         own, written = len(outputs) - result.written.arrays, result.written
         if written.holders or written.tensors:
-            write_back(written, call.given, call.tensors, outputs[own:], bridge.write)
+            write_back(written, call.given, call.tensors, outputs[own:])
         if call.scale == 0:
             unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files
         return result.output(outputs[:own])

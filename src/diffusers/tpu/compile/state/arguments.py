@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map, tree_unflatten, treespec_leaf
 
+from ...bridge import write
 from .key import Unread
 from .libraries import is_library
 from .values import attributes, slots_of
@@ -172,8 +173,8 @@ class Arguments:
         [*map(_fill, self.holders, self.before)]
 
 
-def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: list[torch.Tensor], write: Callable):
-    """Write what a call left in its arguments to the caller's own. `write(tensor, value)` sets a tensor's values."""
+def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: list[torch.Tensor]):
+    """Write what a call left in its arguments to the caller's own."""
     own = [*holders(tree)]
     sources = {InputRef: tensors, OutputRef: outputs, HolderRef: own}
     for number, value in zip(written.tensors, outputs):
