@@ -35,9 +35,7 @@ from .state.adapters import scaled_by, take_scale
 from .weights import PlacedWeights
 
 
-_of_pipeline: contextvars.ContextVar[SentInputs | None] = contextvars.ContextVar(
-    "diffusers_tpu_of_pipeline", default=None
-)
+_of_pipeline = contextvars.ContextVar("diffusers_tpu_of_pipeline", default=None)  # its `SentInputs`
 
 
 @contextlib.contextmanager
