@@ -99,7 +99,9 @@ class Quick:
     """Compares the modules' own attributes and tensors, and what is watched, without Python code for each of them."""
 
     def __init__(self, state: State):
-        classes, dicts, lists, self.others = self._by_kind(state.watches)
+        kinds = [CLASS[0], DICT[0], SEQUENCE[0]]
+        classes, dicts, lists = ([one for one in state.watches if one.read is kind] for kind in kinds)
+        self.others = [one for one in state.watches if one.read not in kinds]
         self.many = [*classes, *dicts, *lists]
         self.maps = [*(vars(one.thing) for one in classes), *(one.thing for one in dicts)]
         self.lists = [one.thing for one in lists]
@@ -111,12 +113,6 @@ class Quick:
         self.empty, self.children = [x for x in others if not x], [x for x in others if x]
         self.tensors = [one.thing.values() for one in state.of_tensors]
         self.shape, self.held = self._shape(), [*self._values()]
-
-    @staticmethod
-    def _by_kind(watches: list[Watch]) -> list[list[Watch]]:
-        kinds = [CLASS[0], DICT[0], SEQUENCE[0]]
-        found = [[one for one in watches if one.read is kind] for kind in kinds]
-        return [*found, [one for one in watches if one.read not in kinds]]
 
     def _watched(self) -> tuple[list, list]:
         chain = itertools.chain.from_iterable
