@@ -18,7 +18,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
-from ..bridge import numpy_dtype
+from ..bridge import as_numpy, numpy_dtype
 from ..chips.sharding import Coverage, ModelPlan, Packed, computed, plan_weights, unwrapped
 from ..common import notices
 from ..idioms.refusing import refuse_weights
@@ -61,7 +61,7 @@ class PlacedWeights:
     planned_for: tuple[bool, tuple[str, ...], frozenset[str]]
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     versions: dict[str, tuple] = field(default_factory=dict)
-    samples: dict[str, torch.Tensor] = field(default_factory=dict)
+    samples: dict[str, bytes | None] = field(default_factory=dict)
     watched: tuple[dict, dict, tuple] | None = None
     placement: int = -1
     terms: set[str] = field(default_factory=set)
@@ -81,7 +81,7 @@ class PlacedWeights:
         if self.unchanged(tensors):
             return False
         stale, given = {}, tensors
-        tensors = {name: t for name, t in given.items() if not _is_within(name, self.planned_for[1])}
+        tensors = _outside(self.planned_for[1], given)
         with torch._C.DisableTorchFunction():  # no dispatch to `FileTensor` or to the environment
             for key, names in self._named():
                 if any(name not in tensors for name in names):
@@ -126,7 +126,7 @@ class PlacedWeights:
         tensors = self.watched[1] if self.watched is not None else named_tensors(self.module)
         for key, names in self._named():
             there = key in self.versions and all(name in tensors for name in names)
-            if there and not all(_same_bits(self.samples[n], _sample(tensors[n])) for n in names):
+            if there and any(_overwritten(self.samples[n], _sample(tensors[n])) for n in names):
                 del self.versions[key]
                 self.watched = None
 
@@ -223,7 +223,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
     Raises ValueError for weights without values in the checkpoint, NotImplementedError for quantized ones.
     """
     (scan, without, whole), adapters, model = planned_for, Adapters(module), type(module).__name__
-    tensors = {name: t for name, t in named_tensors(module).items() if not _is_within(name, without)}
+    tensors = _outside(without, named_tensors(module))
     if missing := sorted(name for name, t in tensors.items() if t.is_meta):
         raise ValueError(missing_message(model, missing))
     if quantized := [name for name, t in tensors.items() if not is_ordinary(t)]:
@@ -288,26 +288,23 @@ def quick_versions(tensors: dict[str, torch.Tensor]) -> tuple:
         return [*map(operator.attrgetter("_version"), held)], [*map(torch.Tensor.data_ptr, held)], of_files
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+def _sample(tensor: torch.Tensor) -> bytes | None:
     """A few values spread over a host tensor's memory; None for one that is still in a file, which nothing can have written to."""
     if type(tensor) is FileTensor and tensor.source.values is not None:
         return None
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
         flat = tensor.detach().reshape(-1)
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        return flat[:: max(1, -(-flat.numel() // SAMPLED))].clone()
+        return as_numpy(flat[:: max(1, -(-flat.numel() // SAMPLED))]).tobytes()
 
 
-def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return True  # still in a file; its version changes when it is read into memory
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _overwritten(before: bytes | None, now: bytes | None) -> bool:
+    return None not in (before, now) and before != now  # None: its version changes when it is read into memory
 
 
-def _is_within(name: str, submodules: tuple[str, ...]) -> bool:
-    """Whether a tensor of this name is of one of the submodules."""
-    return any(name.startswith(f"{submodule}.") for submodule in submodules)
+def _outside(submodules: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the tensors, by name, that are in none of the submodules."""
+    prefixes = tuple(f"{submodule}." for submodule in submodules)
+    return {name: t for name, t in tensors.items() if not name.startswith(prefixes)}
 
 
 def _version(tensors: dict, names: list[str]) -> tuple:
