@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from .disk import load_file
@@ -150,9 +151,8 @@ def values(tensor: torch.Tensor, index=...) -> torch.Tensor:
 @contextlib.contextmanager
 def _plain():
     """A context of plain torch, without modes, subclasses or gradients, even inside torchax's environment."""
-    with torch.inference_mode(False), torch.no_grad():
-        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-            yield
+    with torch.inference_mode(False), torch.no_grad(), no_dispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 # Functions that do not need the values
@@ -177,9 +177,7 @@ def _converted(tensor: FileTensor, *args, **kwargs):
     values, dtypes = tensor.source.values, tensor.source.dtypes
     if dtype in (None, tensor.dtype):
         return tensor if dtypes or on_chips(tensor) else values
-    if on_chips(tensor):
-        return NotImplemented
-    if not dtype.is_floating_point or (torch.is_grad_enabled() and tensor.requires_grad):
+    if on_chips(tensor) or not dtype.is_floating_point or (torch.is_grad_enabled() and tensor.requires_grad):
         return NotImplemented
     return FileTensor.of(values, *dtypes, dtype)
 
