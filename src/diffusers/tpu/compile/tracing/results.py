@@ -1,6 +1,5 @@
 """What a forward returns, flattened into tensors and static parts; and upstream's return value, rebuilt from other tensors."""
 
-import enum
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress
@@ -15,11 +14,10 @@ from ..state import Written, opened
 from ..state.arguments import pickled, unpickled
 
 
-class _Leaf(enum.Enum):
-    TENSOR = enum.auto()
+class TENSOR:
+    """Among static leaves, where a tensor is."""
 
 
-TENSOR = _Leaf.TENSOR  # among static leaves, where a tensor is
 PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)  # hides no tensors
 
 
