@@ -22,22 +22,18 @@ def _lifted(function: Callable, **fixed) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return _tensors(function(*_arrays(args), **_arrays(kwargs), **fixed))
+        return environment().j2t_iso(function(*_arrays(args), **_arrays(kwargs), **fixed))
 
     return call
-
-
-def _tensors(tree):
-    return jax.tree.map(lambda x: Tensor(x, environment()) if isinstance(x, jax.Array) else x, tree)
 
 
 def _arrays(tree):
     def of(x):
         if isinstance(x, torch.Tensor):
             return x.jax()
-        return (lambda *args: _arrays(x(*_tensors(args)))) if callable(x) else x
+        return (lambda *args: _arrays(x(*environment().j2t_iso(args)))) if callable(x) else x
 
-    return jax.tree.map(of, tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+    return jax.tree.map(of, tree)
 
 
 attention_by_frame = _lifted(halo.attention_by_frame)
@@ -51,8 +47,7 @@ def behind(before: torch.Tensor, x: torch.Tensor, first: torch.Tensor | None = N
 
     `first`: where this is true, x's first frame replaces each of the frames before it.
     """
-    first = None if first is None else first.jax()
-    return joined_in_time(environment(), chunks.Behind(before.jax(), x.jax(), 2, first))
+    return joined_in_time(environment(), chunks.Behind(*_arrays((before, x, 2, first))))
 
 
 def keeping_last(
@@ -66,8 +61,7 @@ def keeping_last(
 
 def causal_pad(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:
     """`chunks.causal_frames` of x [B, C, T, H, W], as in `behind`."""
-    kept = None if kept is None else kept.jax()
-    return joined_in_time(environment(), chunks.causal_frames(x.jax(), kept, frames, axis=2))
+    return joined_in_time(environment(), chunks.causal_frames(*_arrays((x, kept, frames)), axis=2))
 
 
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:
