@@ -48,11 +48,8 @@ MOST_FILL = 0.02  # of the tokens may be added, for whole tiles on every chip
 Arrays = dict[str, jax.Array]
 Traced = tuple[list[jax.Array], TraceResult]
 _tracing = contextvars.ContextVar("diffusers_tpu_tracing", default=False)
-
-
-def tracing() -> bool:
-    """Whether a module is being traced: modules that it calls then run as upstream wrote them, as part of the trace."""
-    return _tracing.get()
+# Whether a module is being traced: modules that it calls then run as upstream wrote them, as part of the trace.
+tracing = _tracing.get
 
 
 @dataclass(eq=False)
