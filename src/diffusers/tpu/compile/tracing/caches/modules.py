@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import torch
@@ -62,41 +62,33 @@ class Held:
     branches: int = 1
 
 
-@dataclass
-class Scope:
-    """Where modules are traced, in one block or in the model: what is kept of its places, by path, and what they return.
+class _Trace:
+    """A trace of one step. `forms`: by place, the static form of what it returns; `outputs`: of modules outside of blocks.
 
-    `filled`: tokens of the block's padded stream, and how many of them are padding.
+    `scopes`: of the model, then of the block that runs: what is kept of its places, by path; what they return; and of a block's
+    padded stream how many tokens it has, and how many of them are padding.
     """
 
-    given: dict[str, list]
-    filled: tuple[int, int] | None = None
-    gives: dict[str, list] = field(default_factory=dict)
-
-
-class _Trace:
-    """A trace of one step. `forms`: by place, the static form of what it returns; `outputs`: of modules outside of blocks."""
-
-    def __init__(self, cache: "Modules", branches: int):
-        self.cache, self.branches, self.scopes = cache, branches, [Scope({})]
+    def __init__(self, cache: "Modules", branches: int, kept: dict[str, list]):
+        self.cache, self.branches, self.scopes = cache, branches, [(kept, {}, None)]
         self.forms, self.outputs = {}, {}
 
     @contextlib.contextmanager
     def keeping(self, kept: dict[str, list], filled: tuple[int, int] | None):
-        given = {path: [Tensor(x, environment()) for x in arrays] for path, arrays in kept.items()}
-        self.scopes.append(Scope(given, filled))
+        kept, gives = {path: [Tensor(x, environment()) for x in arrays] for path, arrays in kept.items()}, {}
+        self.scopes.append((kept, gives, filled))
         try:
-            yield self.scopes[-1].gives
+            yield gives
         finally:
             self.scopes.pop()
 
     def forward(self, place: Place, part: Part, hook, elapsed: Elapsed | None, *args, **kwargs):
         """Replaces a hooked module's forward."""
-        scope = self.scopes[-1 if place.label else 0]
-        if place.path in scope.gives:
+        kept, gives, filled = self.scopes[-1 if place.label else 0]
+        if place.path in gives:
             raise NoProgram(f"{place.path} is called more than once, its cache counts each")
-        tensors, scope.gives[place.path] = scope.given[place.path], []
-        if scope.filled is None:  # a block outside of a scan, or a trace for its outputs
+        tensors, gives[place.path] = kept[place.path], []
+        if filled is None:  # a block outside of a scan, or a trace for its outputs
             tensors = [*map(cut, tensors, part.fills)]
         held = Held(tensors, part.form, part.fills, elapsed, self.branches)
         if not part.runs:
@@ -105,8 +97,8 @@ class _Trace:
         output = hook.fn_ref.original_forward(*args, **kwargs)
         if place.label:
             made, form = self.cache._run(hook, held, output)
-            self.forms[id(place)] = tuple(_fill(x, scope.filled) for x in made), form
-            scope.gives[place.path] = [t.jax() for t in made]
+            self.forms[id(place)] = tuple(_fill(x, filled) for x in made), form
+            gives[place.path] = [t.jax() for t in made]
         else:
             self.outputs[id(place)] = held, output
         return output
@@ -183,11 +175,12 @@ class Modules(StepCache):
 
     @contextlib.contextmanager
     def traced(self, kind: tuple[Part, ...], tensors: list, runs: BlockRuns, branches: int) -> Iterator[Results]:
-        results, trace, rest, stand_ins = Results(), _Trace(self, branches), iter(tensors), []
+        results, rest, kept, stand_ins = Results(), iter(tensors), {}, []
+        trace = _Trace(self, branches, kept)
         for place, part in zip(self.places, kind):
             given = [*itertools.islice(rest, len(part.fills))]
             elapsed = Elapsed(next(rest).jax()) if part.timed else None
-            trace.scopes[0].given[place.path] = given
+            kept[place.path] = given
             if place.label:
                 runs.stacks[place.label][2][place.path] = [jnp.moveaxis(t.jax(), 1, 0) for t in given]
             for hook in place.hooks:

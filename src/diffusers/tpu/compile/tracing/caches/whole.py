@@ -51,9 +51,6 @@ class Blocks(StepCache):
     def apart(self) -> tuple:
         return (self.manager,)
 
-    def reset(self):
-        self.manager.reset()
-
     @property
     def _places(self) -> list[int]:
         """Indices of the hidden states in a block's output, and of the text's if it returns these."""
