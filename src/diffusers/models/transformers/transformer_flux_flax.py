@@ -6,7 +6,7 @@ Control) are part of the latents. An IP-Adapter's attention, a mask, and a user'
 
 import torch
 
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import BATCHED, ModelPlan
 from .transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
 from .two_streams_flax import (
     LATENTS,
@@ -56,16 +56,7 @@ def _within_range(x):
 PLAN = ModelPlan(
     activation_spec=(TEXT, LATENTS),
     whole=True,
-    batched=(
-        "hidden_states",
-        "encoder_hidden_states",
-        "pooled_projections",
-        "timestep",
-        "guidance",
-        "joint_attention_kwargs",
-        "controlnet_block_samples",
-        "controlnet_single_block_samples",
-    ),
+    batched=BATCHED,
     processors={FluxAttnProcessor: FluxProcessor},
     replicated=REPLICATED,
     methods={(FluxSingleTransformerBlock, "forward"): _single},

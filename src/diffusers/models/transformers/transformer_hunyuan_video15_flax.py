@@ -6,7 +6,7 @@ static argument `is_t2v`.
 
 import torch
 
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import BATCHED, ModelPlan
 from ...tpu.compile.call import asked_once
 from ...tpu.pipelines.exports import upstream_names
 from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15RotaryPosEmbed
@@ -31,16 +31,7 @@ __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     activation_spec=ACTIVATION_SPEC,
-    batched=(
-        "hidden_states",
-        "timestep",
-        "timestep_r",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "encoder_hidden_states_2",
-        "encoder_attention_mask_2",
-        "image_embeds",
-    ),
+    batched=BATCHED,
     decide=decide_is_t2v,
     processors={HunyuanVideo15AttnProcessor2_0: TwoStreamProcessor},
     replicated=(*REPLICATED, r"^image_embedder$"),

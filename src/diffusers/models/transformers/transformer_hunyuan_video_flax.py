@@ -7,7 +7,7 @@ own (image-to-video by token replacement), each token selects its modulation, so
 import torch
 from jax.sharding import PartitionSpec as P
 
-from ...tpu.chips.sharding import STORAGE_AXES, ModelPlan
+from ...tpu.chips.sharding import BATCHED, STORAGE_AXES, ModelPlan
 from .transformer_hunyuan_video import (
     HunyuanVideoAttnProcessor2_0,
     HunyuanVideoRotaryPosEmbed,
@@ -86,18 +86,7 @@ PLAN = ModelPlan(
         (SINGLE + r"proj_out\.weight$", P(STORAGE_AXES, "tp")),
     ),
     activation_spec=ACTIVATION_SPEC,
-    batched=(
-        "hidden_states",
-        "timestep",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "pooled_projections",
-        "guidance",
-        "image_embeds",
-        "latents_clean",
-        "latents_history_2x",
-        "latents_history_4x",
-    ),
+    batched=BATCHED,
     processors={HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor},
     replicated=REPLICATED,
     methods={

@@ -5,7 +5,7 @@ A mask of the words is an argument of its forward and of its blocks (patch 0016)
 
 import torch
 
-from ...tpu.chips.sharding import INFERRED, ModelPlan
+from ...tpu.chips.sharding import BATCHED, INFERRED, ModelPlan
 from ...tpu.compile.call import asked_once
 from ..attention_dispatch import dispatch_attention_fn
 from .filled_text_flax import all_words, filled_up
@@ -73,13 +73,7 @@ def _of_keys(text: torch.Tensor) -> torch.Tensor:
 
 PLAN = ModelPlan(
     activation_spec=INFERRED,
-    batched=(
-        "hidden_states",
-        "encoder_hidden_states",
-        "timestep",
-        "pooled_projections",
-        "encoder_attention_mask",
-    ),
+    batched=BATCHED,
     decide=decide_text,
     processors={Kandinsky5AttnProcessor: KandinskyProcessor},
 )

@@ -4,9 +4,9 @@ Weights and tokens are sharded as Wan's. Rotation is over all channels, not over
 item of a batch unless a pipeline gives each item's token positions (`video_coords`).
 """
 
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import BATCHED, TOKENS, ModelPlan
+from ..attention_dispatch_flax import RotatingNorms
 from .transformer_ltx import LTXVideoAttnProcessor, LTXVideoRotaryPosEmbed
-from .two_streams_flax import LATENTS
 
 
 class LTXProcessor:
@@ -32,8 +32,8 @@ def _tables(embed, hidden_states, *args, **kwargs):
 
 
 PLAN = ModelPlan(
-    activation_spec=LATENTS,
-    batched=("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "video_coords"),
+    activation_spec=TOKENS,
+    batched=BATCHED,
     processors={LTXVideoAttnProcessor: LTXProcessor},
     methods={(LTXVideoRotaryPosEmbed, "forward"): _tables},
 )

@@ -6,7 +6,8 @@ from its own positions, so that the chips get tables per axis, not per token. Te
 
 import torch
 
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import BATCHED, ModelPlan
+from ...tpu.kernels.settings import current
 from .filled_text_flax import all_words, filled_up
 from .transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0,
@@ -94,16 +95,7 @@ def _modulate(block, x, mod_params, index=None):
 PLAN = ModelPlan(
     activation_spec=(TEXT, LATENTS),
     whole=True,
-    batched=(
-        "hidden_states",
-        "encoder_hidden_states",
-        "encoder_hidden_states_mask",
-        "timestep",
-        "guidance",
-        "attention_kwargs",
-        "controlnet_block_samples",
-        "additional_t_cond",
-    ),
+    batched=(*BATCHED, "attention_kwargs"),
     decide=decide_text,
     processors={QwenDoubleStreamAttnProcessor2_0: QwenProcessor},
     replicated=(r"^txt_(norm|in)$", r"\btxt_(norm\d|mlp)$"),

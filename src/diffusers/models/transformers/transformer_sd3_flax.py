@@ -3,7 +3,8 @@
 In 3.5 some blocks have a second attention of latents alone; 3 has no norms of queries and keys. The last block returns no text.
 """
 
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import BATCHED, ModelPlan
+from ..attention_dispatch_flax import latent_attention
 from ..attention_processor import JointAttnProcessor2_0
 from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor
 
@@ -30,14 +31,7 @@ class JointProcessor(TwoStreamProcessor):
 PLAN = ModelPlan(
     activation_spec=(TEXT, LATENTS),
     whole=True,
-    batched=(
-        "hidden_states",
-        "encoder_hidden_states",
-        "pooled_projections",
-        "timestep",
-        "block_controlnet_hidden_states",
-        "joint_attention_kwargs",
-    ),
+    batched=BATCHED,
     processors={JointAttnProcessor2_0: JointProcessor},
     replicated=REPLICATED,
 )

@@ -9,8 +9,4 @@ from .transformer_wan_animate import WanAttnProcessor
 
 __getattr__ = upstream_names(__name__)
 
-PLAN = replace(
-    transformer_wan_flax.PLAN,
-    batched=(*transformer_wan_flax.PLAN.batched, "pose_hidden_states", "face_pixel_values"),
-    processors={WanAttnProcessor: transformer_wan_flax.WanProcessor},
-)
+PLAN = replace(transformer_wan_flax.PLAN, processors={WanAttnProcessor: transformer_wan_flax.WanProcessor})

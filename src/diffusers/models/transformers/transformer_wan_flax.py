@@ -5,14 +5,9 @@ inputs. The other axis of each weight is stored over `dp` and `sp` and gathered 
 the sequence.
 """
 
-from jax.sharding import PartitionSpec as P
-
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import BATCHED, TOKENS, ModelPlan
 from ...tpu.pipelines.exports import upstream_names
 from .transformer_wan import WanAttnProcessor
-
-
-STORED = ("dp", "sp")
 
 
 class WanProcessor:
@@ -33,7 +28,7 @@ class WanProcessor:
 __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
-    activation_spec=P("dp", "sp", None),
-    batched=("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"),
+    activation_spec=TOKENS,
+    batched=BATCHED,
     processors={WanAttnProcessor: WanProcessor},
 )

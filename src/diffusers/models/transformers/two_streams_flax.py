@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import PartitionSpec as P
 
+from ...tpu.chips.sharding import TOKENS
 
-LATENTS, TEXT = P("dp", "sp", None), P("dp", None, None)  # activations between blocks
+
+LATENTS, TEXT = TOKENS, P("dp", None, None)  # activations between blocks
 
 REPLICATED = (r"^context_embedder(_2)?$", r"\bff_context$")  # layers of the text, which is replicated too
 

@@ -25,6 +25,15 @@ TOKENS = PartitionSpec("dp", "sp", None)
 # For weights that multiply one vector per sample, not tokens: each chip computes a part of the outputs, which are then exchanged.
 BY_OUTPUT = PartitionSpec(AXES)
 
+# Arguments whose first axis is the batch, in each of upstream's transformers that has one of this name.
+BATCHED = tuple(
+    "hidden_states timestep timestep_r guidance pooled_projections encoder_hidden_states encoder_hidden_states_2"
+    " encoder_hidden_states_image encoder_hidden_states_mask encoder_attention_mask encoder_attention_mask_2 image_embeds"
+    " joint_attention_kwargs additional_t_cond controlnet_block_samples controlnet_single_block_samples"
+    " block_controlnet_hidden_states control_hidden_states pose_hidden_states face_pixel_values video_coords latents_clean"
+    " latents_history_2x latents_history_4x".split()
+)
+
 Rules = tuple[tuple[str, PartitionSpec], ...]
 
 
