@@ -203,45 +203,26 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
         self.num_latent_frames_batch_size, self.num_sample_frames_batch_size = 2, 8  # upstream's
         self.tile_sample_min_height, self.tile_sample_min_width = config.sample_height // 2, config.sample_width // 2
         self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5  # upstream's
-        self._set_latent_tiles()
         how = {"dtype": self.dtype, "rngs": rngs}
         self.encoder, self.decoder = Encoder(config, **how), Decoder(config, **how)
 
-    def _set_latent_tiles(self):
-        ratio = self.spatial_compression_ratio
-        self.tile_latent_min_height = self.tile_sample_min_height // ratio
-        self.tile_latent_min_width = self.tile_sample_min_width // ratio
+    @property
+    def tile_latent_min_height(self) -> int:
+        return self.tile_sample_min_height // self.spatial_compression_ratio
 
-    def enable_tiling(
-        self,
-        tile_sample_min_height: int | None = None,
-        tile_sample_min_width: int | None = None,
-        tile_overlap_factor_height: float | None = None,
-        tile_overlap_factor_width: float | None = None,
-    ):
-        """Larger maps are computed in overlapping tiles, which the chips share. Sizes are in pixels; None: unchanged.
+    @property
+    def tile_latent_min_width(self) -> int:
+        return self.tile_sample_min_width // self.spatial_compression_ratio
 
-        Raises ValueError for tiles that leave gaps.
-        """
-        sizes = (
-            tile_sample_min_height or self.tile_sample_min_height,
-            tile_sample_min_width or self.tile_sample_min_width,
-        )
-        factors = (
-            tile_overlap_factor_height or self.tile_overlap_factor_height,
-            tile_overlap_factor_width or self.tile_overlap_factor_width,
-        )
+    def _check_tiling(self, height: int, width: int, *factors: float):
+        """Raises ValueError for tiles that leave gaps."""
         ratio = self.spatial_compression_ratio
-        for size, factor in zip(sizes, factors):
+        for size, factor in zip((height, width), factors):
             if size % ratio or not tiles_meet(size, ratio, factor):
                 raise ValueError(
                     f"expected tiles of multiples of {ratio} pixels and overlap factors of whole latents, got {size} pixels and"
                     f" {factor:.3g}: it would leave gaps between tiles"
                 )
-        self.use_tiling = True
-        self.tile_sample_min_height, self.tile_sample_min_width = sizes
-        self.tile_overlap_factor_height, self.tile_overlap_factor_width = factors
-        self._set_latent_tiles()
 
     def _decode_map(self, z: Latents) -> Video:
         return in_chunks(self.decoder, z, self.num_latent_frames_batch_size, Chunk, batches=True)

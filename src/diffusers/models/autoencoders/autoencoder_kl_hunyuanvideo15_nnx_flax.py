@@ -232,28 +232,10 @@ class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
         how = {"dtype": self.dtype, "rngs": rngs, "repeated": True}
         self.encoder, self.decoder = Encoder(config, **how), Decoder(config, **how)
 
-    def enable_tiling(
-        self,
-        tile_sample_min_height: int | None = None,
-        tile_sample_min_width: int | None = None,
-        tile_latent_min_height: int | None = None,
-        tile_latent_min_width: int | None = None,
-        tile_overlap_factor: float | None = None,
-    ):
-        """Larger maps are computed in overlapping tiles, which the chips share. Sizes are in pixels and latents; None: unchanged.
-
-        Raises ValueError for tiles of latents that do not match those of the video, and for tiles that leave gaps.
-        """
-        video = (
-            tile_sample_min_height or self.tile_sample_min_height,
-            tile_sample_min_width or self.tile_sample_min_width,
-        )
-        latents = (
-            tile_latent_min_height or self.tile_latent_min_height,
-            tile_latent_min_width or self.tile_latent_min_width,
-        )
-        factor, ratio = tile_overlap_factor or self.tile_overlap_factor, self.spatial_compression_ratio
-        for size, latent in zip(video, latents):
+    def _check_tiling(self, height: int, width: int, latent_height: int, latent_width: int, factor: float):
+        """Raises ValueError for tiles of latents that do not match those of the video, and for tiles that leave gaps."""
+        ratio = self.spatial_compression_ratio
+        for size, latent in ((height, latent_height), (width, latent_width)):
             if size != ratio * latent:
                 raise ValueError(
                     f"expected tiles of {ratio} pixels to each of their latents, got {size} pixels and {latent} latents:"
@@ -264,9 +246,6 @@ class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
                     f"expected a tile_overlap_factor of whole latents, below all {latent} of a tile, got {factor}: it would"
                     " leave gaps between tiles"
                 )
-        self.use_tiling, self.tile_overlap_factor = True, factor
-        self.tile_sample_min_height, self.tile_sample_min_width = video
-        self.tile_latent_min_height, self.tile_latent_min_width = latents
 
     def _check_video(self, frames: int, height: int, width: int):
         super()._check_video(frames, height, width)

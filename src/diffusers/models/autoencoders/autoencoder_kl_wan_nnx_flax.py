@@ -243,32 +243,14 @@ class FlaxAutoencoderKLWan(VideoAutoencoder):
         self.post_quant_conv = Conv(channels, channels, (1, 1, 1), **how)
         self.decoder = Decoder(config, **how)
 
-    def enable_tiling(
-        self,
-        tile_sample_min_height: int | None = None,
-        tile_sample_min_width: int | None = None,
-        tile_sample_stride_height: int | None = None,
-        tile_sample_stride_width: int | None = None,
-    ):
-        """Larger maps are computed in overlapping tiles, which the chips share. Sizes and strides are in pixels; None: unchanged.
-
-        Raises ValueError for a stride that is less than a latent or more than its tile.
-        """
-        height = tile_sample_min_height or self.tile_sample_min_height
-        width = tile_sample_min_width or self.tile_sample_min_width
-        strides = (
-            tile_sample_stride_height or self.tile_sample_stride_height,
-            tile_sample_stride_width or self.tile_sample_stride_width,
-        )
-        for size, stride in zip((height, width), strides):
-            if not self.spatial_compression_ratio <= stride <= size:
-                raise ValueError(
-                    f"expected strides of {self.spatial_compression_ratio} pixels at least, and of a tile at most, got"
-                    f" strides {strides} of tiles {(height, width)}"
-                )
-        self.use_tiling = True
-        self.tile_sample_min_height, self.tile_sample_min_width = height, width
-        self.tile_sample_stride_height, self.tile_sample_stride_width = strides
+    def _check_tiling(self, height: int, width: int, *strides: int):
+        """Raises ValueError for a stride that is less than a latent or more than its tile."""
+        ratio = self.spatial_compression_ratio
+        if any(not ratio <= stride <= size for size, stride in zip((height, width), strides)):
+            raise ValueError(
+                f"expected strides of {ratio} pixels at least, and of a tile at most, got strides {strides} of tiles"
+                f" {(height, width)}"
+            )
 
     def _decode(self, z: Latents) -> Video:
         return jnp.clip(_from_patches(super()._decode(z), self.patch), -1, 1)

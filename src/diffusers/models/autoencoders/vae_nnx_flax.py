@@ -5,6 +5,7 @@ are sharded over `dp`. Latents are not normalised, as upstream's; the config has
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -63,7 +64,8 @@ class DiagonalGaussian:
 
 
 class VideoAutoencoder(nnx.Module):
-    """A VAE of videos. A model's subclass makes `encoder` and `decoder`; its `_encode_map` and `_decode_map` compute a map.
+    """A VAE of videos. A model's subclass makes `encoder` and `decoder`; its `_encode_map` and `_decode_map` compute a map,
+    its `_check_tiling` gets all arguments of upstream's `enable_tiling`.
 
     Args:
         config: as in upstream's config.json; keys that it lacks have upstream's default.
@@ -145,6 +147,19 @@ class VideoAutoencoder(nnx.Module):
         """The VAE with the weights of upstream's. `settings` as for `from_pretrained`."""
         ours = cls.abstract(dict(vae.config), **settings)
         return load_weights(ours, cls.names, vae.state_dict(), type(vae).__name__)
+
+    def enable_tiling(self, *args, **kwargs):
+        """Larger maps are computed in overlapping tiles, which the chips share. Arguments: those of upstream's; None: unchanged.
+
+        Raises ValueError for tiles that the model does not support.
+        """
+        takes = inspect.signature(self.upstream.enable_tiling)
+        given = takes.bind(self, *args, **kwargs).arguments
+        tiles = {name: given.get(name) or getattr(self, name) for name in [*takes.parameters][1:]}
+        self._check_tiling(*tiles.values())
+        self.use_tiling = True
+        for name, size in tiles.items():
+            setattr(self, name, size)
 
     def disable_tiling(self):
         self.use_tiling = False
