@@ -51,10 +51,11 @@ def register(env):
         (aten.view_as_real.default, norms.as_real),
     ):
         env.override_op_definition(overload, functools.partial(ours, env._get_op_or_decomp(overload).func))
-    of_norms = norms.times, norms.by_hand, norms.turned, norms.turned_complex
+    times, plus = (functools.partial(norms.followed, name) for name in ("times", "plus"))
+    of_norms = times, norms.by_hand, norms.turned, norms.turned_complex
     for overload, one, *follow in (
         (aten.mul.Tensor, jnp.multiply, gated.product, _gated, *of_norms),
-        (aten.add.Tensor, jnp.add, _added, _with_residual, norms.plus),
+        (aten.add.Tensor, jnp.add, _added, _with_residual, plus),
         (aten.sub.Tensor, jnp.subtract),
     ):
         theirs = env._get_op_or_decomp(overload)

@@ -131,17 +131,8 @@ def affine(input, x: jax.Array, weight, bias, trailing: int = 0):
     return Tensor(x.astype(input.jax().dtype), input._env)
 
 
-def times(result, x, factor):
-    """A norm times one factor for all tokens, [C] or [B, 1, C]."""
-    return _followed("times", result, x, factor)
-
-
-def plus(result, x, summand):
-    """A norm plus one summand for all tokens, [C] or [B, 1, C]."""
-    return _followed("plus", result, x, summand)
-
-
-def _followed(name: str, result, x, vector) -> Tensor | None:
+def followed(name: str, result, x, vector) -> Tensor | None:
+    """A norm "times" or "plus" one vector for all tokens, [C] or [B, 1, C]."""
     of, shape = normed(x), vector.shape if vector.ndim == 3 else (1, 1, *vector.shape)
     known = of is not None and of.x.shape == x.shape and x.ndim in (3, 4) and shape[1:] == (1, x.shape[-1])
     if not known or (result.shape, result.dtype) != (x.shape, x.dtype):
