@@ -56,12 +56,8 @@ class TwoStreamProcessor:
         return normed_and_rotated(x, norm, *tables)
 
     def covers(self, attn) -> bool:
-        """Whether `prepared` supports this attention's norms."""
+        """Whether `prepared` supports this attention's norms. Latents may then end in padding tokens (`Settings.pad_tokens`)."""
         return all(getattr(norm, "weight", None) is not None for norm in self.norms(attn))
-
-    def tells_fill(self, attn) -> bool:
-        """Whether latents may be followed by padding tokens (`Settings.pad_tokens`)."""
-        return self.covers(attn)
 
     def norms(self, attn) -> tuple:
         """The norms of the latents' queries and keys, then of the text's."""

@@ -282,7 +282,7 @@ class BlockRuns:
         """Tokens of padding that each output is carried with, one output at most: for blocks whose attention ignores them."""
         modules = run.group.block(self.model, run.start).modules()
         processors = [(m, m.processor) for m in modules if hasattr(m, "processor")]
-        known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
+        known = processors and all(getattr(p, "covers", lambda attn: False)(m) for m, p in processors)
         fills = [0] * len(run.outputs)
         for number in carried if known else ():
             fills[number] = self.function.padding(run.outputs[number]._aval.shape, specs[number])
