@@ -14,16 +14,7 @@ import torch.nn.functional as F
 from ...tpu.pipelines.exports import upstream_names
 from ..downsampling import CogVideoXDownsample3D
 from ..upsampling import CogVideoXUpsample3D
-from .autoencoder_kl_cogvideox import (
-    AutoencoderKLCogVideoX,
-    CogVideoXCausalConv3d,
-    CogVideoXDownBlock3D,
-    CogVideoXMidBlock3D,
-    CogVideoXResnetBlock3D,
-    CogVideoXSafeConv3d,
-    CogVideoXSpatialNorm3D,
-    CogVideoXUpBlock3D,
-)
+from . import autoencoder_kl_cogvideox as upstream
 from .vae_maps_flax import Maps, overlapping_tiles, spatial_ratio
 
 
@@ -38,11 +29,6 @@ def _convolved(layer, inputs, conv_cache=None, shortcut=None):
     return out if shortcut is None else out + shortcut, kept
 
 
-def _not_in_parts(conv, x):
-    """As upstream's, without splitting large inputs as it does for GPUs."""
-    return torch.nn.Conv3d.forward(conv, x)
-
-
 def _spatial_norm(norm, f, zq, conv_cache=None, silu=False):
     """As upstream's: f normed, then scaled and shifted by the latents at each position."""
     from ...tpu.compile.tracing import normed_by_place
@@ -52,7 +38,7 @@ def _spatial_norm(norm, f, zq, conv_cache=None, silu=False):
 
 def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
     """As upstream's: norm, SiLU and convolution, twice, plus a shortcut."""
-    if type(block.conv2) is not CogVideoXCausalConv3d:
+    if type(block.conv2) is not upstream.CogVideoXCausalConv3d:
         return type(block).forward(block, inputs, temb, zq, conv_cache)
     silu = zq is not None and type(block.nonlinearity) is torch.nn.SiLU
 
@@ -140,15 +126,15 @@ tiling = _Maps.tiling
 __getattr__ = upstream_names(__name__)
 
 PLAN = _Maps().plan(
-    AutoencoderKLCogVideoX,
+    upstream.AutoencoderKLCogVideoX,
     methods={
-        (CogVideoXCausalConv3d, "forward"): _convolved,
-        (CogVideoXSafeConv3d, "forward"): _not_in_parts,
-        (CogVideoXSpatialNorm3D, "forward"): _spatial_norm,
-        (CogVideoXResnetBlock3D, "forward"): _residual,
-        (CogVideoXDownBlock3D, "forward"): _level,
-        (CogVideoXMidBlock3D, "forward"): _level,
-        (CogVideoXUpBlock3D, "forward"): _level,
+        (upstream.CogVideoXCausalConv3d, "forward"): _convolved,
+        (upstream.CogVideoXSafeConv3d, "forward"): torch.nn.Conv3d.forward,  # upstream's splits large inputs, for GPUs
+        (upstream.CogVideoXSpatialNorm3D, "forward"): _spatial_norm,
+        (upstream.CogVideoXResnetBlock3D, "forward"): _residual,
+        (upstream.CogVideoXDownBlock3D, "forward"): _level,
+        (upstream.CogVideoXMidBlock3D, "forward"): _level,
+        (upstream.CogVideoXUpBlock3D, "forward"): _level,
         (CogVideoXUpsample3D, "forward"): _upsampled,
         (CogVideoXDownsample3D, "forward"): _downsampled,
     },

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.compile.tracing import doubled, on_one_chip
 from ...tpu.kernels.video.tiles import Tiling
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from ..unets.unet_2d_blocks import AttnDownEncoderBlock2D, AttnUpDecoderBlock2D, DownEncoderBlock2D, UpDecoderBlock2D
@@ -23,8 +24,6 @@ PROCESSORS = {AttnProcessor2_0, FusedAttnProcessor2_0}  # they call SDPA, which 
 
 def upsampled(layer, hidden_states, output_size=None, *args, **kwargs):
     """As upstream's: doubles the map and convolves it."""
-    from ...tpu.compile.tracing import doubled, on_one_chip
-
     conv = getattr(layer, "conv", None)
     doubles = layer.interpolate and layer.norm is None and output_size is None
     plain = type(conv) is torch.nn.Conv2d and (conv.kernel_size, conv.padding_mode) == ((3, 3), "zeros")

@@ -17,14 +17,7 @@ import torch.nn.functional as F
 
 from ...tpu.kernels.settings import bound
 from ...tpu.pipelines.exports import upstream_names
-from .autoencoder_kl_hunyuanvideo15 import (
-    AutoencoderKLHunyuanVideo15,
-    HunyuanVideo15AttnBlock,
-    HunyuanVideo15CausalConv3d,
-    HunyuanVideo15Downsample,
-    HunyuanVideo15ResnetBlock,
-    HunyuanVideo15Upsample,
-)
+from . import autoencoder_kl_hunyuanvideo15 as upstream
 from .vae_maps_flax import Maps, overlapping_tiles
 
 
@@ -74,7 +67,7 @@ def _looks_back(layer) -> bool:
 def _residual(block, x):
     """As upstream's: norm, activation and convolution, twice, plus a shortcut."""
     chunk = _chunk.get()
-    if chunk is None or type(block.conv2) is not HunyuanVideo15CausalConv3d or not _looks_back(block.conv2):
+    if chunk is None or type(block.conv2) is not upstream.HunyuanVideo15CausalConv3d or not _looks_back(block.conv2):
         return type(block).forward(block, x)
     shortcut = x if block.conv_shortcut is None else block.conv_shortcut(x)
     x = block.conv1(block.nonlinearity(block.norm1(x)))
@@ -179,19 +172,19 @@ class _Maps(Maps):
 
 
 def _that_keep(model) -> int:
-    return sum(isinstance(module, HunyuanVideo15CausalConv3d) for module in model.modules())
+    return sum(isinstance(module, upstream.HunyuanVideo15CausalConv3d) for module in model.modules())
 
 
 tiling = _Maps.tiling
 __getattr__ = upstream_names(__name__)
 
 PLAN = _Maps().plan(
-    AutoencoderKLHunyuanVideo15,
+    upstream.AutoencoderKLHunyuanVideo15,
     methods={
-        (HunyuanVideo15CausalConv3d, "forward"): _convolved,
-        (HunyuanVideo15ResnetBlock, "forward"): _residual,
-        (HunyuanVideo15Upsample, "forward"): _upsampled,
-        (HunyuanVideo15Downsample, "forward"): _downsampled,
-        (HunyuanVideo15AttnBlock, "forward"): _attended,
+        (upstream.HunyuanVideo15CausalConv3d, "forward"): _convolved,
+        (upstream.HunyuanVideo15ResnetBlock, "forward"): _residual,
+        (upstream.HunyuanVideo15Upsample, "forward"): _upsampled,
+        (upstream.HunyuanVideo15Downsample, "forward"): _downsampled,
+        (upstream.HunyuanVideo15AttnBlock, "forward"): _attended,
     },
 )

@@ -11,25 +11,14 @@ import math
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.compile.tracing import in_tiles, on_a_shard, scan_alike, shard_width
 from ...tpu.kernels.video.tiles import Tiling
-from .autoencoder_kl_ltx import (
-    AutoencoderKLLTXVideo,
-    LTXVideo095DownBlock3D,
-    LTXVideoDecoder3d,
-    LTXVideoDownBlock3D,
-    LTXVideoDownsampler3d,
-    LTXVideoEncoder3d,
-    LTXVideoMidBlock3d,
-    LTXVideoResnetBlock3d,
-    LTXVideoUpBlock3d,
-)
+from . import autoencoder_kl_ltx as upstream
 from .vae import DecoderOutput
 
 
 def _level(block, hidden_states, temb=None, generator=None):
     """As upstream's: resampling and changes of channels, before or after residual blocks, which are one scan."""
-    from ...tpu.compile.tracing import on_a_shard, scan_alike
-
     if not on_a_shard():
         return type(block).forward(block, hidden_states, temb, generator)
     parts = {**block._modules}
@@ -50,13 +39,12 @@ def _level(block, hidden_states, temb=None, generator=None):
 
 
 def _draws(decoder) -> bool:
-    return any(m.per_channel_scale1 is not None for m in decoder.modules() if isinstance(m, LTXVideoResnetBlock3d))
+    blocks = (m for m in decoder.modules() if isinstance(m, upstream.LTXVideoResnetBlock3d))
+    return any(block.per_channel_scale1 is not None for block in blocks)
 
 
 def _decoded(decoder, hidden_states, temb=None):
     """As upstream's: latents [B, C, T, H, W] and, for a conditioned decoder, timesteps [B] -> the video."""
-    from ...tpu.compile.tracing import on_a_shard, shard_width
-
     decode = functools.partial(type(decoder).forward, decoder)
     if on_a_shard() or _draws(decoder):
         return decode(hidden_states, temb)
@@ -65,8 +53,6 @@ def _decoded(decoder, hidden_states, temb=None):
 
 def _encoded(encoder, hidden_states):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
-    from ...tpu.compile.tracing import on_a_shard, shard_width
-
     encode = functools.partial(type(encoder).forward, encoder)
     ratio = spatial_ratio(encoder)
     if on_a_shard() or hidden_states.shape[-1] % ratio:
@@ -76,14 +62,12 @@ def _encoded(encoder, hidden_states):
 
 def spatial_ratio(encoder) -> int:
     """Columns of the video per column of the latents."""
-    strided = (m for m in encoder.modules() if isinstance(m, (torch.nn.Conv3d, LTXVideoDownsampler3d)))
+    strided = (m for m in encoder.modules() if isinstance(m, (torch.nn.Conv3d, upstream.LTXVideoDownsampler3d)))
     return encoder.patch_size * math.prod(m.stride[-1] for m in strided)
 
 
 def tiled_decode(vae, z, temb=None, return_dict=True):
     """As upstream's: overlapping tiles are decoded separately and blended where they overlap."""
-    from ...tpu.compile.tracing import in_tiles
-
     if _draws(vae.decoder):
         return type(vae).tiled_decode(vae, z, temb, return_dict)
     sample = in_tiles(lambda tile: vae.decoder(tile, temb), z, Tiling.by_strides(vae, z.shape[-2:]))
@@ -92,8 +76,6 @@ def tiled_decode(vae, z, temb=None, return_dict=True):
 
 def tiled_encode(vae, x):
     """As upstream's. Tiles whose edges cut a latent are left to upstream, which encodes them one by one."""
-    from ...tpu.compile.tracing import in_tiles
-
     tiling = Tiling.by_strides(vae, x.shape[-2:], encode=True)
     if any(size % spatial_ratio(vae.encoder) for size in (*tiling.sizes, *tiling.strides, *x.shape[-2:])):
         return type(vae).tiled_encode(vae, x)
@@ -105,13 +87,13 @@ PLAN = ModelPlan(
     entries=("forward", "encode", "decode"),
     axes=5,
     methods={
-        (AutoencoderKLLTXVideo, "tiled_decode"): tiled_decode,
-        (AutoencoderKLLTXVideo, "tiled_encode"): tiled_encode,
-        (LTXVideoDecoder3d, "forward"): _decoded,
-        (LTXVideoEncoder3d, "forward"): _encoded,
-        **{
-            (level, "forward"): _level
-            for level in (LTXVideoDownBlock3D, LTXVideo095DownBlock3D, LTXVideoMidBlock3d, LTXVideoUpBlock3d)
-        },
+        (upstream.AutoencoderKLLTXVideo, "tiled_decode"): tiled_decode,
+        (upstream.AutoencoderKLLTXVideo, "tiled_encode"): tiled_encode,
+        (upstream.LTXVideoDecoder3d, "forward"): _decoded,
+        (upstream.LTXVideoEncoder3d, "forward"): _encoded,
+        (upstream.LTXVideoDownBlock3D, "forward"): _level,
+        (upstream.LTXVideo095DownBlock3D, "forward"): _level,
+        (upstream.LTXVideoMidBlock3d, "forward"): _level,
+        (upstream.LTXVideoUpBlock3d, "forward"): _level,
     },
 )

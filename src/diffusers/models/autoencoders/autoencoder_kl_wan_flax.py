@@ -15,16 +15,7 @@ from ...tpu.chips.sharding import ModelPlan
 from ...tpu.kernels.settings import bound
 from ...tpu.kernels.video.tiles import Tiling
 from ...tpu.pipelines.exports import upstream_names
-from .autoencoder_kl_wan import (
-    AutoencoderKLWan,
-    AvgDown3D,
-    WanCausalConv3d,
-    WanResample,
-    WanResidualBlock,
-    WanUpsample,
-    patchify,
-    unpatchify,
-)
+from . import autoencoder_kl_wan as upstream
 from .vae_maps_flax import Maps
 
 
@@ -51,11 +42,6 @@ def _or_the_frame(resampled, x):
     return torch.where(_number.get() > 0, resampled, torch.where(_is_last(resampled.shape[2]), x[:, :, -1:], 0))
 
 
-def _upsample(upsample, x):
-    """As upstream's, which copies pixels in float32."""
-    return torch.nn.Upsample.forward(upsample, x)
-
-
 def _activation(silu, x):
     """As upstream's, with zeros before the video's first frame, as convolutions look back at this output."""
     return _only_the_frame(type(silu).forward(silu, x))
@@ -63,7 +49,8 @@ def _activation(silu, x):
 
 def _residual(block, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream's signature
     """As upstream's: two convolutions plus a shortcut."""
-    if feat_cache is None or _number.get() is None or {type(block.conv1), type(block.conv2)} != {WanCausalConv3d}:
+    convolutions = {type(block.conv1), type(block.conv2)}
+    if feat_cache is None or _number.get() is None or convolutions != {upstream.WanCausalConv3d}:
         return type(block).forward(block, x, feat_cache, feat_idx)
     shortcut = block.conv_shortcut(x)
     x = _looking_back(block.conv1, block.nonlinearity(block.norm1(x)), feat_cache, feat_idx)
@@ -156,17 +143,17 @@ class WanMaps(Maps):
         return vae.spatial_compression_ratio // _patch(vae)
 
     def patched(self, vae, x):
-        return patchify(x, patch_size=_patch(vae))
+        return upstream.patchify(x, patch_size=_patch(vae))
 
     def output(self, vae, sample, tiled, return_dict=True):
-        sample = torch.clamp(unpatchify(sample, patch_size=_patch(vae)), min=-1.0, max=1.0)
+        sample = torch.clamp(upstream.unpatchify(sample, patch_size=_patch(vae)), min=-1.0, max=1.0)
         return super().output(vae, sample, tiled, return_dict)
 
     def plan_of(self, vae: type, resample: type, upsample: type, methods: dict = {}, **more) -> ModelPlan:
         """The plan of a class whose layers are of these classes."""
         layers = {
             (resample, "forward"): _resample,
-            (upsample, "forward"): _upsample,
+            (upsample, "forward"): torch.nn.Upsample.forward,  # upstream's copies pixels in float32
             (torch.nn.SiLU, "forward"): _activation,
         }
         return self.plan(vae, layers | methods, **more)
@@ -182,10 +169,10 @@ def _patch(vae):
 __getattr__ = upstream_names(__name__)
 
 PLAN = WanMaps().plan_of(
-    AutoencoderKLWan,
-    WanResample,
-    WanUpsample,
-    methods={(AvgDown3D, "forward"): _average_down, (WanResidualBlock, "forward"): _residual},
+    upstream.AutoencoderKLWan,
+    upstream.WanResample,
+    upstream.WanUpsample,
+    methods={(upstream.AvgDown3D, "forward"): _average_down, (upstream.WanResidualBlock, "forward"): _residual},
     remark="upstream's module, scanned over frames, is the default on every chip: its form in plain JAX becomes the same"
     " convolutions and is no faster (diffusers-tpu bench vae)",
 )

@@ -7,6 +7,7 @@ each token's layers are computed in its own stream (see two_streams_flax.py).
 """
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.compile.tracing import on_every_chip
 from ...tpu.pipelines.exports import upstream_names
 from ..attention_processor import CogVideoXAttnProcessor2_0
 from .cogvideox_transformer_3d import CogVideoXBlock
@@ -21,8 +22,6 @@ class CogVideoXProcessor(TwoStreamProcessor):
 
 def _block(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, attention_kwargs=None):
     """As upstream's, stream by stream."""
-    from ...tpu.compile.tracing import on_every_chip
-
     normed, text, gate, text_gate = block.norm1(hidden_states, encoder_hidden_states, temb)
     given = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}
     answer, text_answer = block.attn1(hidden_states=normed, encoder_hidden_states=text, **given)

@@ -8,13 +8,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from ...tpu.chips.sharding import BATCHED, STORAGE_AXES, ModelPlan
-from .transformer_hunyuan_video import (
-    HunyuanVideoAttnProcessor2_0,
-    HunyuanVideoRotaryPosEmbed,
-    HunyuanVideoSingleTransformerBlock,
-    HunyuanVideoTokenReplaceSingleTransformerBlock,
-    HunyuanVideoTokenReplaceTransformerBlock,
-)
+from . import transformer_hunyuan_video as upstream
 from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor, modulation, parts_of, single_block
 
 
@@ -42,7 +36,7 @@ def tables_by_axis(embed, hidden_states):
 def _single(block, hidden_states, encoder_hidden_states, temb, attention_mask=None, image_rotary_emb=None, *rest):
     """As upstream's, stream by stream. `rest`: the modulation of the first frame, and how many tokens that is."""
     of_latents = of_text = modulation(block.norm, temb)
-    if isinstance(block, HunyuanVideoTokenReplaceSingleTransformerBlock):
+    if isinstance(block, upstream.HunyuanVideoTokenReplaceSingleTransformerBlock):
         of_latents = _replaced(block.norm, temb, *rest, hidden_states)
     streams, attention = (hidden_states, encoder_hidden_states), {"image_rotary_emb": image_rotary_emb}
     return single_block(block, streams, [of_latents, of_text], attention_mask=attention_mask, **attention)
@@ -87,12 +81,12 @@ PLAN = ModelPlan(
     ),
     activation_spec=ACTIVATION_SPEC,
     batched=BATCHED,
-    processors={HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor},
+    processors={upstream.HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor},
     replicated=REPLICATED,
     methods={
-        (HunyuanVideoRotaryPosEmbed, "forward"): tables_by_axis,
-        (HunyuanVideoSingleTransformerBlock, "forward"): _single,
-        (HunyuanVideoTokenReplaceSingleTransformerBlock, "forward"): _single,
-        (HunyuanVideoTokenReplaceTransformerBlock, "forward"): _replaced_double,
+        (upstream.HunyuanVideoRotaryPosEmbed, "forward"): tables_by_axis,
+        (upstream.HunyuanVideoSingleTransformerBlock, "forward"): _single,
+        (upstream.HunyuanVideoTokenReplaceSingleTransformerBlock, "forward"): _single,
+        (upstream.HunyuanVideoTokenReplaceTransformerBlock, "forward"): _replaced_double,
     },
 )

@@ -8,6 +8,7 @@ import torch
 from ...tpu.chips.sharding import BATCHED, INFERRED, ModelPlan
 from ...tpu.compile.call import asked_once
 from ..attention_dispatch import dispatch_attention_fn
+from ..attention_dispatch_flax import normed_and_rotated
 from .filled_text_flax import all_words, filled_up
 from .transformer_kandinsky import Kandinsky5AttnProcessor
 
@@ -28,8 +29,6 @@ class KandinskyProcessor:
         attention_mask=None,
     ):
         """As upstream's. `rotary_emb`: a matrix for each pair of entries, [B, T, 1, D / 2, 2, 2], the same for all samples."""
-        from ..attention_dispatch_flax import normed_and_rotated
-
         if sparse_params is not None:
             return self.upstream(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states

@@ -6,6 +6,7 @@ The sharding is inferred. Rotation is over all channels, not over each head, wit
 import functools
 
 from ...tpu.chips.sharding import INFERRED, ModelPlan
+from ..attention_dispatch_flax import RotatingNorms
 from .transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
 
 
@@ -26,8 +27,6 @@ class LTX2Processor:
         key_rotary_emb=None,
         **perturbed,
     ):
-        from ..attention_dispatch_flax import RotatingNorms
-
         queries, keys = query_rotary_emb, key_rotary_emb
         norms = attn.norm_q, attn.norm_k
         if queries is not None and attn.rope_type == "interleaved" and all(norm.weight is not None for norm in norms):

@@ -17,8 +17,6 @@ class LTXProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's. `image_rotary_emb`: cos and sin [1, T, C], each value twice, or [B, T, C]."""
-        from ..attention_dispatch_flax import RotatingNorms
-
         own = encoder_hidden_states is None and attention_mask is None and image_rotary_emb is not None
         if own and len(image_rotary_emb[0]) == 1:
             tables = [table[:, :, None] for table in image_rotary_emb]

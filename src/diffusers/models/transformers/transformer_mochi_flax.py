@@ -7,6 +7,7 @@ lengths share one. The text's results are in upstream's order: those of words fi
 import torch
 
 from ...tpu.chips.sharding import INFERRED, ModelPlan
+from ..attention_dispatch_flax import joint_attention
 from ..attention_processor import MochiAttnProcessor2_0
 
 
@@ -14,8 +15,6 @@ class MochiProcessor:
     """As upstream's, for a mask [B, L] of words whose values are not known in the trace."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb=None):
-        from ..attention_dispatch_flax import joint_attention
-
         def heads(x, norm=None):
             x = x.unflatten(2, (attn.heads, -1))
             return x if norm is None else norm(x)

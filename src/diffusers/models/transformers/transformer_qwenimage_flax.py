@@ -85,8 +85,6 @@ def _tables(embed, *args, **kwargs):
 
 def _modulate(block, x, mod_params, index=None):
     """As upstream's. `index` [b, T]: which of two modulations a latent has, in one of the batched calls."""
-    from ...tpu.kernels.settings import current
-
     if index is not None:
         index = torch.nn.functional.pad(index, (0, current().pad_tokens)).repeat(x.shape[0] // index.shape[0], 1)
     return type(block)._modulate(block, x, mod_params, index)

@@ -19,8 +19,6 @@ class JointProcessor(TwoStreamProcessor):
         return x if norm is None else super().prepared(x, norm, tables)
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, *args, **kwargs):
-        from ..attention_dispatch_flax import latent_attention
-
         if encoder_hidden_states is not None or not self.covers(attn):
             return super().__call__(attn, hidden_states, encoder_hidden_states)
         latents = self.heads(attn, self.projected(attn, hidden_states, False), self.norms(attn)[:2], [])

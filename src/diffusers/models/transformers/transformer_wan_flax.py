@@ -7,6 +7,7 @@ the sequence.
 
 from ...tpu.chips.sharding import BATCHED, TOKENS, ModelPlan
 from ...tpu.pipelines.exports import upstream_names
+from ..attention_dispatch_flax import RotatingNorms
 from .transformer_wan import WanAttnProcessor
 
 
@@ -18,8 +19,6 @@ class WanProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         """As upstream's. `rotary_emb`: cos and sin [1, T, 1, D], each value twice."""
-        from ..attention_dispatch_flax import RotatingNorms
-
         if rotary_emb is not None and encoder_hidden_states is None:
             attn, rotary_emb = RotatingNorms(attn, rotary_emb, rotary_emb), None
         return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)

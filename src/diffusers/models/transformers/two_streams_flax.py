@@ -13,7 +13,11 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import PartitionSpec as P
 
+from ...tpu.bridge import Tensor, environment
 from ...tpu.chips.sharding import TOKENS
+from ...tpu.compile.tracing import on_every_chip
+from ...tpu.kernels.settings import current
+from ..attention_dispatch_flax import filled, joint_attention, latent_attention, normed_and_rotated
 
 
 LATENTS, TEXT = TOKENS, P("dp", None, None)  # activations between blocks
@@ -51,8 +55,6 @@ class TwoStreamProcessor:
 
     def prepared(self, x, norm, tables):
         """Queries or keys [B, T, C]: normed, and rotated by tables [1, T, 1, D], if any."""
-        from ..attention_dispatch_flax import normed_and_rotated
-
         return normed_and_rotated(x, norm, *tables)
 
     def covers(self, attn) -> bool:
@@ -66,28 +68,18 @@ class TwoStreamProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's."""
-        from ...tpu.kernels.settings import current
-
         of_pairs = attention_mask is not None and not self.masks_words
         if encoder_hidden_states is None or of_pairs or not self.covers(attn):
             return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        seen = (
-            None
-            if attention_mask is None
-            else self.seen(attention_mask, hidden_states.shape[1] - current().pad_tokens)
-        )
+        tokens = hidden_states.shape[1] - current().pad_tokens
+        seen = None if attention_mask is None else self.seen(attention_mask, tokens)
         return self.joined(attn, hidden_states, encoder_hidden_states, seen, image_rotary_emb)
 
     def joined(self, attn, hidden_states, encoder_hidden_states, seen, rotary) -> tuple:
         """(result of the latents, of the text). `rotary`: what `tables` takes."""
-        from ...tpu.compile.tracing import on_every_chip
-        from ..attention_dispatch_flax import filled, joint_attention
-
         tables, of_text = self.tables(rotary, encoder_hidden_states.shape[1])
-        tables, of_text = (
-            [filled(table)[None, :, None] for table in tables],
-            [table[None, :, None] for table in of_text],
-        )
+        tables = [filled(table)[None, :, None] for table in tables]
+        of_text = [table[None, :, None] for table in of_text]
         added, norms = _has_added(attn), self.norms(attn)
         latents = self.heads(attn, self.projected(attn, hidden_states, False), norms[:2], tables)
         with on_every_chip():
@@ -118,8 +110,6 @@ def single_block(block, streams: tuple, modulations: list, **attention) -> tuple
 
     `streams`: latents and text [B, T, C]; `modulations`: shift, scale and gate of each; `attention`: arguments of its attention.
     """
-    from ...tpu.compile.tracing import on_every_chip
-
     normed = [block.norm.norm(x) * (1 + scale) + shift for x, (shift, scale, _) in zip(streams, modulations)]
     answers = block.attn(hidden_states=normed[0], encoder_hidden_states=normed[1], **attention)
     latents, text = zip(normed, answers, streams, modulations)
@@ -130,8 +120,6 @@ def single_block(block, streams: tuple, modulations: list, **attention) -> tuple
 
 def joined_block(block, streams: tuple, parts: tuple, rotary) -> tuple:
     """As `single_block`, of both streams as one sequence. `parts`: shift, scale and gate of both; `rotary`: for `tables`."""
-    from ..attention_dispatch_flax import latent_attention
-
     attn, words = block.attn, streams[1].shape[1]
     processor, (shift, scale, _) = attn.processor, parts
     both = together(*streams)
@@ -144,8 +132,6 @@ def joined_block(block, streams: tuple, parts: tuple, rotary) -> tuple:
 
 def can_be_joined(processor, attn, streams: tuple) -> bool:
     """Whether both streams [B, T, C] can be one sequence: `sp` divides their tokens; no padding tokens, window or backend."""
-    from ...tpu.kernels.settings import current
-
     settings, backend = current(), getattr(processor.upstream, "_attention_backend", None)
     whole = settings.pad_tokens == 0 and settings.window is None and backend is None and processor.covers(attn)
     chips = 1 if settings.mesh is None else settings.mesh.shape["sp"]
@@ -160,8 +146,6 @@ def together(latents, text):
 
 def apart(both, words: int) -> tuple:
     """The inverse of `together`: latents and text."""
-    from ...tpu.kernels.settings import current
-
     mesh = current().mesh
     own = words if mesh is None else words // mesh.shape["sp"]
     return _by_chip(lambda x: (x[..., :-own, :], x[..., -own:, :]), both)
@@ -169,9 +153,6 @@ def apart(both, words: int) -> tuple:
 
 def _by_chip(run, *streams):
     """`run` on each chip's part of sequences [B, T, C] or [T, D]."""
-    from ...tpu.bridge import Tensor, environment
-    from ...tpu.kernels.settings import current
-
     mesh, arrays = current().mesh, [x.jax() for x in streams]
     if mesh is not None and mesh.size > 1:
         batch = ("dp" if arrays[0].shape[0] % mesh.shape["dp"] == 0 else None,) if arrays[0].ndim == 3 else ()

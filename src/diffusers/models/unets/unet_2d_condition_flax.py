@@ -8,6 +8,7 @@ import functools
 import inspect
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.compile.tracing import NotByShards, keys_here, shard_maps
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from ..autoencoders.autoencoder_kl_flax import upsampled
 from ..upsampling import Upsample2D
@@ -40,16 +41,12 @@ KNOWN = {  # values of a configuration that read no more of a map than the block
 
 def _attention(attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
     """As upstream's; the keys of text are the same on each shard."""
-    from ...tpu.compile.tracing import keys_here
-
     with keys_here(encoder_hidden_states is not None):
         return type(attn).forward(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
 def _among_frames(module, *args, **kwargs):
     """As upstream's forward of a module that attends among the frames of each position."""
-    from ...tpu.compile.tracing import keys_here
-
     with keys_here():
         return type(module).forward(module, *args, **kwargs)
 
@@ -59,15 +56,12 @@ def _by_shards(output: type, maps: tuple[str, ...], known: tuple, model, *args, 
 
     Raises NotByShards for a model, or a call, that is not known to compute on a shard what it computes on the map.
     """
-    from ...tpu.compile.tracing import NotByShards, shard_maps
-
     blocks = *model.down_blocks, model.mid_block, *getattr(model, "up_blocks", ())
     unknown = _unknown(model, [block for block in blocks if block is not None], {*known})
     if unknown:
         raise NotByShards(f"expected parts that compute on a shard of the maps, got {', '.join(unknown)}")
-    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-    _, *given = given.items()
-    given, multiple = dict(given), 2 ** (len(model.config.block_out_channels) - 1)
+    given = inspect.signature(functools.partial(type(model).forward, model)).bind(*args, **kwargs).arguments
+    multiple = 2 ** (len(model.config.block_out_channels) - 1)
     sample, by_name = given["sample"], given.pop("return_dict", True)
     if any(size % multiple for size in sample.shape[-2:]):
         raise NotByShards(f"expected a map whose sides {multiple} divides, got {list(sample.shape[-2:])}")

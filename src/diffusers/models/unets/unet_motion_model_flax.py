@@ -1,25 +1,19 @@
 """AnimateDiff's UNet on TPU: sharded over the width of the maps, as Stable Diffusion's; frames are not sharded."""
 
+from . import unet_motion_model as motion
 from .unet_2d_condition_flax import BLOCKS, plan_of_maps
-from .unet_motion_model import (
-    AnimateDiffTransformer3D,
-    CrossAttnDownBlockMotion,
-    CrossAttnUpBlockMotion,
-    DownBlockMotion,
-    UNetMidBlockCrossAttnMotion,
-    UNetMotionModel,
-    UNetMotionOutput,
-    UpBlockMotion,
-)
 
 
 BLOCKS_OF_MOTION = (
-    CrossAttnDownBlockMotion,
-    CrossAttnUpBlockMotion,
-    DownBlockMotion,
-    UNetMidBlockCrossAttnMotion,
-    UpBlockMotion,
+    motion.CrossAttnDownBlockMotion,
+    motion.CrossAttnUpBlockMotion,
+    motion.DownBlockMotion,
+    motion.UNetMidBlockCrossAttnMotion,
+    motion.UpBlockMotion,
 )
 PLAN = plan_of_maps(
-    UNetMotionModel, UNetMotionOutput, known=BLOCKS + BLOCKS_OF_MOTION, of_frames=(AnimateDiffTransformer3D,)
+    motion.UNetMotionModel,
+    motion.UNetMotionOutput,
+    known=BLOCKS + BLOCKS_OF_MOTION,
+    of_frames=(motion.AnimateDiffTransformer3D,),
 )
