@@ -223,32 +223,18 @@ def _dispatched(cls, func, types, args=(), kwargs=None):
     return tree_map_only(torch.Tensor, lambda t: owners.get(id(t), t), result)
 
 
-def _bounded(key):
+def bounded(key):
     """An index key, with slice bounds that are tensors turned into numbers."""
     if isinstance(key, tuple):
-        return tuple(map(_bounded, key))
+        return tuple(map(bounded, key))
     if not isinstance(key, slice):
         return key
     return slice(*(int(x) if isinstance(x, torch.Tensor) else x for x in (key.start, key.stop, key.step)))
 
 
-def _get(upstream):
+def _get_item(t, key, _upstream=Tensor.__getitem__):
     """`t[key]`; outside on the twin, as torch would make tensors of the key's lists on the device that t reports."""
-
-    def __getitem__(t, key):
-        return upstream(t, _bounded(key)) if inside.depth else as_host(t)[tree_map_only(Tensor, as_host, key)]
-
-    return __getitem__
-
-
-def _set(upstream):
-    def __setitem__(t, key, value):
-        if inside.depth:
-            return upstream(t, _bounded(key), value)
-        key, value = tree_map_only(Tensor, as_host, (key, value))
-        as_host(t)[key] = value
-
-    return __setitem__
+    return _upstream(t, bounded(key)) if inside.depth else as_host(t)[tree_map_only(Tensor, as_host, key)]
 
 
 def _formatted(t, spec):
@@ -292,8 +278,7 @@ def usable_outside():
     )
     Tensor.contiguous, Tensor.flatten = contiguous, torch.Tensor.flatten
     Tensor.__torch_dispatch__ = classmethod(_dispatched)
-    Tensor.__getitem__ = _get(Tensor.__getitem__)
-    Tensor.__setitem__ = _set(Tensor.__setitem__)
+    Tensor.__getitem__ = _get_item
     Tensor.__format__ = _formatted
     Tensor.__repr__ = Tensor.__str__ = _shown
     # Arrays are never written to, so a copy shares the array.

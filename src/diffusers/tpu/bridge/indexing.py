@@ -9,8 +9,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torchax.tensor import Tensor
 
+from ..idioms.devices import inside
 from ..kernels.pallas import LANES
 from ..kernels.settings import current
+from .host_values import as_host, bounded
 from .made_of import made_of, operands
 from .on_host import NotTaken
 from .views import Step, as_view, base_of, has_values
@@ -82,10 +84,15 @@ def _entry(array: jax.Array, place: int) -> jax.Array:
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):
-    """`self[key] = value`, cast to self's dtype as in torch; JAX warns that it will refuse such casts.
+    """`self[key] = value`, cast to self's dtype as in torch; JAX warns that it will refuse such casts. Outside on the twins.
 
     Host tensors are moved to the device here: torchax's method bypasses dispatch, which would move them.
     """
+    if not inside.depth:
+        key, value = tree_map_only(Tensor, as_host, (key, value))
+        as_host(self)[key] = value
+        return
+    key = bounded(key)
     if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
         value = value.to(dtype=self.dtype)
     elif isinstance(value, (bool, int, float)):
