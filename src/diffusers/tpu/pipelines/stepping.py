@@ -226,7 +226,9 @@ def _static(leaf):
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
         if math.prod(leaf.shape) > LARGEST_TABLE or leaf.dtype == object or getattr(leaf, "is_meta", False):
             raise Unlike("a large tensor or array of the host's")
-        return leaf.dtype, leaf.shape, _bytes(leaf)
+        # The current values: numpy may have written to a tensor's memory, which its version does not count.
+        values = bridge.as_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return leaf.dtype, leaf.shape, values.tobytes()
     if isinstance(leaf, (float, FrozenDict)):  # its configuration
         return type(leaf), repr(leaf)
     if isinstance(leaf, torch.Generator):
@@ -238,11 +240,6 @@ def _static(leaf):
     except TypeError as error:
         raise Unlike(f"a {type(leaf).__name__}") from error
     return type(leaf), leaf
-
-
-def _bytes(values: torch.Tensor | np.ndarray) -> bytes:
-    """The current values: numpy may have written to a tensor's memory, which its version does not count."""
-    return (bridge.as_numpy(values) if isinstance(values, torch.Tensor) else values).tobytes()
 
 
 # What it leaves
