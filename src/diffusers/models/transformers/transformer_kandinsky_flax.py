@@ -20,13 +20,7 @@ class KandinskyProcessor:
         self.upstream = upstream
 
     def __call__(
-        self,
-        attn,
-        hidden_states,
-        encoder_hidden_states=None,
-        rotary_emb=None,
-        sparse_params=None,
-        attention_mask=None,
+        self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None, attention_mask=None
     ):
         """As upstream's. `rotary_emb`: a matrix for each pair of entries, [B, T, 1, D / 2, 2, 2], the same for all samples."""
         if sparse_params is not None:

@@ -26,8 +26,4 @@ class WanProcessor:
 
 __getattr__ = upstream_names(__name__)
 
-PLAN = ModelPlan(
-    activation_spec=TOKENS,
-    batched=BATCHED,
-    processors={WanAttnProcessor: WanProcessor},
-)
+PLAN = ModelPlan(activation_spec=TOKENS, batched=BATCHED, processors={WanAttnProcessor: WanProcessor})
