@@ -15,25 +15,21 @@ from ...tpu.pipelines.exports import upstream_names
 from ..downsampling import CogVideoXDownsample3D
 from ..upsampling import CogVideoXUpsample3D
 from . import autoencoder_kl_cogvideox as upstream
-from .vae_maps_flax import Maps, overlapping_tiles, spatial_ratio
+from .vae_maps_flax import Maps, overlapping_tiles, spatial_ratio, tracing
 
 
 def _convolved(layer, inputs, conv_cache=None, shortcut=None):
     """As upstream's: (the convolution of the kept frames and the inputs, plus a shortcut; the last frames, to be kept)."""
     back, upstreams = layer.time_kernel_size - 1, layer.pad_mode == "replicate"
     if back and not upstreams:
-        from ...tpu.compile.tracing import causal_pad, keeping_last
-
-        return keeping_last(layer.conv, causal_pad(inputs, conv_cache, back), back, shortcut)
+        return tracing().keeping_last(layer.conv, tracing().causal_pad(inputs, conv_cache, back), back, shortcut)
     out, kept = type(layer).forward(layer, inputs, conv_cache) if upstreams else (layer.conv(inputs), None)
     return out if shortcut is None else out + shortcut, kept
 
 
 def _spatial_norm(norm, f, zq, conv_cache=None, silu=False):
     """As upstream's: f normed, then scaled and shifted by the latents at each position."""
-    from ...tpu.compile.tracing import normed_by_place
-
-    return normed_by_place(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq), silu), None
+    return tracing().normed_by_place(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq), silu), None
 
 
 def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
@@ -55,8 +51,6 @@ def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
 
 def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
     """As upstream's: residual blocks, as one scan but for a first that changes the channels, then resampling."""
-    from ...tpu.compile.tracing import scan_alike
-
     cache, keeps = conv_cache or {}, {}
     resnets = list(block.resnets)
     if resnets[0].in_channels != resnets[0].out_channels:
@@ -67,7 +61,7 @@ def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
         def call(resnet, x, kept):
             return resnet(x, temb, zq, conv_cache=kept)
 
-        hidden_states, keeps["alike"] = scan_alike(call, resnets, hidden_states, cache.get("alike"))
+        hidden_states, keeps["alike"] = tracing().scan_alike(call, resnets, hidden_states, cache.get("alike"))
     for name in ("downsamplers", "upsamplers"):
         for resample in getattr(block, name, None) or ():
             hidden_states = resample(hidden_states)
@@ -76,9 +70,7 @@ def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
 
 def _upsampled(layer, x):
     """As upstream's: doubles the map and, with `compress_time`, all frames but the first of an odd number."""
-    from ...tpu.compile.tracing import doubled
-
-    x = doubled(layer.conv, x)  # equal frames are convolved once
+    x = tracing().doubled(layer.conv, x)  # equal frames are convolved once
     if not layer.compress_time or x.shape[2] == 1:
         return x
     first = x.shape[2] % 2
@@ -97,23 +89,19 @@ def _downsampled(layer, x):
 
 class _Maps(Maps):
     def decode(self, vae, z):
-        from ...tpu.compile.tracing import scan_batches
-
         def step(latents, cache):
             if vae.post_quant_conv is not None:
                 latents = vae.post_quant_conv(latents)
             return vae.decoder(latents, conv_cache=cache)
 
-        return scan_batches(step, z, vae.num_latent_frames_batch_size)
+        return tracing().scan_batches(step, z, vae.num_latent_frames_batch_size)
 
     def encode(self, vae, x):
-        from ...tpu.compile.tracing import scan_batches
-
         def step(frames, cache):
             moments, cache = vae.encoder(frames, conv_cache=cache)
             return moments if vae.quant_conv is None else vae.quant_conv(moments), cache
 
-        return scan_batches(step, x, vae.num_sample_frames_batch_size)
+        return tracing().scan_batches(step, x, vae.num_sample_frames_batch_size)
 
     @staticmethod
     def tiling(vae, height, width, encode=False):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ...tpu.kernels.settings import bound
 from ...tpu.pipelines.exports import upstream_names
 from . import autoencoder_kl_hunyuanvideo15 as upstream
-from .vae_maps_flax import Maps, overlapping_tiles
+from .vae_maps_flax import Maps, overlapping_tiles, tracing
 
 
 @dataclass
@@ -36,18 +36,16 @@ class Chunk:
     def convolved(self, layer, x, shortcut=None):
         """The layer's convolution of the kept frames (in the first chunk: its own frame) and x [B, C, T, H, W], plus a shortcut.
         The map's edges are repeated as padding."""
-        from ...tpu.compile.tracing import behind, keeping_last
-
         *sides, frames, ahead = layer.time_causal_padding
         slot, before = self.asked, self.cache[self.asked]
         self.asked += 1
         before = x.new_zeros(*x.shape[:2], frames, *x.shape[3:]) if before is None else before
-        longer = behind(before, x, first=self.number == 0)
+        longer = tracing().behind(before, x, first=self.number == 0)
 
         def convolved(all):
             return layer.conv(F.pad(all, (*sides, 0, ahead), mode=layer.pad_mode))
 
-        out, self.cache[slot] = keeping_last(convolved, longer, frames, shortcut)
+        out, self.cache[slot] = tracing().keeping_last(convolved, longer, frames, shortcut)
         return out
 
 
@@ -111,20 +109,16 @@ def _downsampled(layer, x):
 
 def _attended(block, x):
     """As upstream's: a frame sees itself and those before it."""
-    from ...tpu.compile.tracing import attention_by_frame
-
     normed, frames = block.norm(x), x.shape[2]
     query, key, value = (
         layer(normed).flatten(2).transpose(1, 2).unsqueeze(1) for layer in (block.to_q, block.to_k, block.to_v)
     )
-    out = attention_by_frame(query, key, value, frames)
+    out = tracing().attention_by_frame(query, key, value, frames)
     return block.proj_out(out.squeeze(1).transpose(1, 2).reshape(x.shape)) + x
 
 
 class _Maps(Maps):
     def decode(self, vae, z):
-        from ...tpu.compile.tracing import scan_chunks
-
         decoder = vae.decoder
 
         def step(hidden, cache, number):
@@ -134,11 +128,9 @@ class _Maps(Maps):
                 return decoder.conv_out(decoder.conv_act(decoder.norm_out(hidden)))
 
         hidden = decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1)
-        return scan_chunks(step, decoder.mid_block(hidden), 1, _that_keep(decoder))
+        return tracing().scan_chunks(step, decoder.mid_block(hidden), 1, _that_keep(decoder))
 
     def encode(self, vae, x):
-        from ...tpu.compile.tracing import scan_chunks
-
         encoder = vae.encoder
 
         def step(frames, cache, number):
@@ -150,7 +142,7 @@ class _Maps(Maps):
                     hidden = block(hidden)
                 return hidden
 
-        hidden = encoder.mid_block(scan_chunks(step, x, vae.temporal_compression_ratio, _that_keep(encoder)))
+        hidden = encoder.mid_block(tracing().scan_chunks(step, x, vae.temporal_compression_ratio, _that_keep(encoder)))
         shortcut = hidden.unflatten(1, (-1, encoder.group_size)).mean(2)
         return encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden))) + shortcut
 

@@ -16,7 +16,7 @@ from ...tpu.kernels.settings import bound
 from ...tpu.kernels.video.tiles import Tiling
 from ...tpu.pipelines.exports import upstream_names
 from . import autoencoder_kl_wan as upstream
-from .vae_maps_flax import Maps
+from .vae_maps_flax import Maps, tracing
 
 
 FRAMES = 4  # of the video, per latent frame after the first
@@ -60,17 +60,15 @@ def _residual(block, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream'
 
 def _looking_back(conv, x, feat_cache, feat_idx, shortcut=None):
     """The convolution of the kept frames and x, three taps each way, plus a shortcut."""
-    from ...tpu.compile.tracing import behind, keeping_last
-
     slot = feat_idx[0]
     feat_idx[0] += 1
     before, (batch, channels, _, *size) = feat_cache[slot], x.shape
-    longer = behind(x.new_zeros(batch, channels, HISTORY, *size) if before is None else before, x)
+    longer = tracing().behind(x.new_zeros(batch, channels, HISTORY, *size) if before is None else before, x)
 
     def convolved(frames):
         return torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(frames, (1, 1, 1, 1)))
 
-    out, feat_cache[slot] = keeping_last(convolved, longer, HISTORY, shortcut)
+    out, feat_cache[slot] = tracing().keeping_last(convolved, longer, HISTORY, shortcut)
     return out
 
 
@@ -83,10 +81,8 @@ def _resample(resample, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstre
     """As upstream's: doubles or halves the map and, in the modes "...3d", the frames but the first."""
 
     def in_space(x):
-        from ...tpu.compile.tracing import doubled
-
         if resample.mode.startswith("upsample"):
-            return doubled(resample.resample[1], x)
+            return tracing().doubled(resample.resample[1], x)
         return type(resample).forward(resample, x)
 
     if resample.mode == "upsample2d":
@@ -114,25 +110,22 @@ class WanMaps(Maps):
     """For Wan's VAE, and those with its layers."""
 
     def decode(self, vae, z):
-        from ...tpu.compile.tracing import scan_chunks
-
         def step(frame, cache, number):
             first = {"first_chunk": number is None} if vae.config.get("is_residual") else {}
             with bound(_number, number):
                 return vae.decoder(frame, feat_cache=cache, feat_idx=[0], **first)
 
-        return scan_chunks(step, vae.post_quant_conv(z), 1, vae._cached_conv_counts["decoder"])
+        return tracing().scan_chunks(step, vae.post_quant_conv(z), 1, vae._cached_conv_counts["decoder"])
 
     def encode(self, vae, x):
         """Frames after the last complete group of four are left out."""
-        from ...tpu.compile.tracing import scan_chunks
 
         def step(frames, cache, number):
             with bound(_number, number):
                 return vae.encoder(frames, feat_cache=cache, feat_idx=[0])
 
         whole = 1 + (x.shape[2] - 1) // FRAMES * FRAMES
-        return vae.quant_conv(scan_chunks(step, x[:, :, :whole], FRAMES, vae._cached_conv_counts["encoder"]))
+        return vae.quant_conv(tracing().scan_chunks(step, x[:, :, :whole], FRAMES, vae._cached_conv_counts["encoder"]))
 
     @staticmethod
     def tiling(vae, height, width, encode=False):

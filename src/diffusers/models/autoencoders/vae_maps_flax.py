@@ -6,11 +6,19 @@ tiles of a larger map are one mapped program, which chips share (`tracing.in_til
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.kernels.video.tiles import Tiling
 from .vae import DecoderOutput
+
+
+def tracing() -> types.ModuleType:
+    """`compile.tracing`, imported where a map is traced: it brings torchax, without which forms in plain JAX do."""
+    from ...tpu.compile import tracing
+
+    return tracing
 
 
 class Maps:
@@ -71,30 +79,22 @@ class Maps:
         return method
 
     def _decode(self, vae, z, **wanted):
-        from ...tpu.compile.tracing import shard_width
-
         if vae.use_tiling and self.tiling(vae, *z.shape[-2:]).cuts(*z.shape[-2:]):
             return vae.tiled_decode(z, **wanted)
-        return self.output(vae, shard_width(functools.partial(self.decode, vae), z), tiled=False, **wanted)
+        return self.output(vae, tracing().shard_width(functools.partial(self.decode, vae), z), tiled=False, **wanted)
 
     def _encode(self, vae, x):
-        from ...tpu.compile.tracing import shard_width
-
         x = self.patched(vae, x)
         if vae.use_tiling and self.tiling(vae, *x.shape[-2:], encode=True).cuts(*x.shape[-2:]):
             return getattr(vae, self.tiled_encode)(x)
-        return shard_width(functools.partial(self.encode, vae), x, multiple=self.ratio(vae))
+        return tracing().shard_width(functools.partial(self.encode, vae), x, multiple=self.ratio(vae))
 
     def _tiled_decode(self, vae, z, **wanted):
-        from ...tpu.compile.tracing import in_tiles
-
-        sample = in_tiles(functools.partial(self.decode, vae), z, self.tiling(vae, *z.shape[-2:]))
+        sample = tracing().in_tiles(functools.partial(self.decode, vae), z, self.tiling(vae, *z.shape[-2:]))
         return self.output(vae, sample, tiled=True, **wanted)
 
     def _tiled_encode(self, vae, x):
-        from ...tpu.compile.tracing import in_tiles
-
-        return in_tiles(functools.partial(self.encode, vae), x, self.tiling(vae, *x.shape[-2:], encode=True))
+        return tracing().in_tiles(functools.partial(self.encode, vae), x, self.tiling(vae, *x.shape[-2:], encode=True))
 
 
 def spatial_ratio(vae) -> int:
