@@ -79,6 +79,13 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
     return Tensor(rotary.normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
 
 
+class Replacement:
+    """A processor in a trace, in place of `upstream`, which runs what it does not cover."""
+
+    def __init__(self, upstream):
+        self.upstream = upstream
+
+
 class RotatingNorms:
     """Wraps an attention so that its norms of queries and keys also rotate, by tables as `normed_and_rotated` takes them.
     Upstream's processor gets it in place of the attention, and no rotary embedding."""

@@ -8,16 +8,13 @@ import torch
 from ...tpu.chips.sharding import BATCHED, INFERRED, ModelPlan
 from ...tpu.compile.call import asked_once
 from ..attention_dispatch import dispatch_attention_fn
-from ..attention_dispatch_flax import normed_and_rotated
+from ..attention_dispatch_flax import Replacement, normed_and_rotated
 from .filled_text_flax import all_words, filled_up
 from .transformer_kandinsky import Kandinsky5AttnProcessor
 
 
-class KandinskyProcessor:
+class KandinskyProcessor(Replacement):
     """Self-attention of latents or of words, or cross-attention. With sparse parameters upstream's processor runs."""
-
-    def __init__(self, upstream: Kandinsky5AttnProcessor):
-        self.upstream = upstream
 
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None, attention_mask=None

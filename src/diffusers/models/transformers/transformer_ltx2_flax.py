@@ -6,15 +6,12 @@ The sharding is inferred. Rotation is over all channels, not over each head, wit
 import functools
 
 from ...tpu.chips.sharding import INFERRED, ModelPlan
-from ..attention_dispatch_flax import RotatingNorms
+from ..attention_dispatch_flax import Replacement, RotatingNorms
 from .transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
 
 
-class LTX2Processor:
+class LTX2Processor(Replacement):
     """Upstream's processor, with norms that also rotate pairs of neighbouring entries."""
-
-    def __init__(self, upstream):
-        self.upstream = upstream
 
     @functools.wraps(LTX2AudioVideoAttnProcessor.__call__)  # upstream passes what the signature names
     def __call__(

@@ -5,15 +5,12 @@ item of a batch unless a pipeline gives each item's token positions (`video_coor
 """
 
 from ...tpu.chips.sharding import BATCHED, TOKENS, ModelPlan
-from ..attention_dispatch_flax import RotatingNorms
+from ..attention_dispatch_flax import Replacement, RotatingNorms
 from .transformer_ltx import LTXVideoAttnProcessor, LTXVideoRotaryPosEmbed
 
 
-class LTXProcessor:
+class LTXProcessor(Replacement):
     """Self-attention with norm and rotation in one pass; everything else is upstream's processor."""
-
-    def __init__(self, upstream: LTXVideoAttnProcessor):
-        self.upstream = upstream
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's. `image_rotary_emb`: cos and sin [1, T, C], each value twice, or [B, T, C]."""

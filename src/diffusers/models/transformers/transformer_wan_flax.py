@@ -7,15 +7,12 @@ the sequence.
 
 from ...tpu.chips.sharding import BATCHED, TOKENS, ModelPlan
 from ...tpu.pipelines.exports import upstream_names
-from ..attention_dispatch_flax import RotatingNorms
+from ..attention_dispatch_flax import Replacement, RotatingNorms
 from .transformer_wan import WanAttnProcessor
 
 
-class WanProcessor:
+class WanProcessor(Replacement):
     """Self-attention with norm and rotation in one pass; everything else is upstream's processor."""
-
-    def __init__(self, upstream: WanAttnProcessor):
-        self.upstream = upstream
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         """As upstream's. `rotary_emb`: cos and sin [1, T, 1, D], each value twice."""

@@ -17,7 +17,7 @@ from ...tpu.bridge import Tensor, environment
 from ...tpu.chips.sharding import TOKENS
 from ...tpu.compile.tracing import on_every_chip
 from ...tpu.kernels.settings import current
-from ..attention_dispatch_flax import filled, joint_attention, latent_attention, normed_and_rotated
+from ..attention_dispatch_flax import Replacement, filled, joint_attention, latent_attention, normed_and_rotated
 
 
 LATENTS, TEXT = TOKENS, P("dp", None, None)  # activations between blocks
@@ -25,7 +25,7 @@ LATENTS, TEXT = TOKENS, P("dp", None, None)  # activations between blocks
 REPLICATED = (r"^context_embedder(_2)?$", r"\bff_context$")  # layers of the text, which is replicated too
 
 
-class TwoStreamProcessor:
+class TwoStreamProcessor(Replacement):
     """Latents and text in one softmax without a concatenation; norm and rotation of each in one pass.
 
     Text has projections of its own (`add_q_proj`, ..., `to_add_out`), or uses those of the latents. Calls that this processor does
@@ -36,9 +36,6 @@ class TwoStreamProcessor:
     """
 
     masks_words = True
-
-    def __init__(self, upstream):
-        self.upstream = upstream
 
     def seen(self, attention_mask, tokens: int):
         """The mask [B, L] of words that are not padding, from upstream's mask for `tokens` latents; None: all words."""
