@@ -73,7 +73,6 @@ def _looking_back(conv, x, feat_cache, feat_idx, shortcut=None):
 
 
 def _average_down(shortcut, x):
-    """As upstream's."""
     return type(shortcut).forward(shortcut, _only_the_frame(x))
 
 

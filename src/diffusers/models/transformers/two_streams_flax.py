@@ -64,7 +64,6 @@ class TwoStreamProcessor(Replacement):
         return (*own, attn.norm_added_q, attn.norm_added_k) if _has_added(attn) else (*own, *own)
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
-        """As upstream's."""
         of_pairs = attention_mask is not None and not self.masks_words
         if encoder_hidden_states is None or of_pairs or not self.covers(attn):
             return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)

@@ -24,7 +24,6 @@ _PACKAGES = {"diffusers", "transformers"}
 
 
 def replace(replacements: Replacements):
-    """Replace torch's objects by those of this file."""
     replacements.put(torch, "compile", Stand(torch, "compile", _compiled))
     replacements.wrap(torch.nn.Module, "compile", _in_place)
     replacements.wrap(torch.autograd.grad_mode.inference_mode, "__enter__", _entered)

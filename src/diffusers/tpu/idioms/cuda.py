@@ -138,7 +138,6 @@ PROFILER = {**_named("start stop", _gives()), "profile": contextlib.nullcontext}
 
 
 def replace(replacements: Replacements):
-    """Replace torch's objects by those of this file."""
     cuda, accelerator, own = torch.cuda, torch.accelerator, {}
     for modules, functions in (
         ((cuda, cuda.memory, cuda.random, cuda.streams), CUDA),

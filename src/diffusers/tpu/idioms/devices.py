@@ -40,7 +40,6 @@ NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "
 
 
 def replace(replacements: Replacements):
-    """Replace torch's objects by those of this file."""
     rows = [(torch, name, _made) for name in CONSTRUCTORS]
     rows += [(torch.fft, name, _made) for name in ("fftfreq", "rfftfreq")]
     moves = {"to": _moved, "cuda": _to_accelerator, "pin_memory": _kept, "type": _typed, "type_as": _alike}

@@ -16,7 +16,6 @@ averages: Callable | None = None
 
 
 def replace(replacements: Replacements):
-    """Replace torch's objects by those of this file."""
     stand = Stand(torch.nn.utils.clip_grad, "clip_grad_norm_", _clipped)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         replacements.put(owner, "clip_grad_norm_", stand)

@@ -18,7 +18,6 @@ INSTEAD = "start one process, with python script.py or with torchrun --nproc-per
 
 
 def replace(replacements: Replacements):
-    """Replace torch's objects by those of this file."""
     if not torch.distributed.is_available():
         return
     from torch.distributed import device_mesh, distributed_c10d
