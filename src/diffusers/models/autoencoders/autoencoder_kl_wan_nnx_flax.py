@@ -39,10 +39,6 @@ class Chunk(layers.Chunk):
             return x
         return jnp.where((self.number > 0) | _is_last(x.shape[1]), x, 0)
 
-    def unless_first(self, x: Map) -> Map:
-        """x; zeros in the first chunk."""
-        return jnp.where(self.number > 0, x, 0)
-
     def or_the_frame(self, resampled: Map, x: Map) -> Map:
         """`resampled`, x's frames; in the first chunk zeros, and then x's last frame unchanged."""
         return jnp.where(self.number > 0, resampled, jnp.where(_is_last(resampled.shape[1]), x[:, -1:], 0))
@@ -96,7 +92,7 @@ class Resample(nnx.Module):
     def _doubled(self, x: Map, chunk: Chunk) -> Map:
         """Two frames from each one; the video's first frame is no history for the others."""
         batch, frames, *space, channels = x.shape
-        y = self.time_conv(chunk.causal_pad(chunk.unless_first(x)))
+        y = self.time_conv(chunk.causal_pad(jnp.where(chunk.number > 0, x, 0)))
         y = jnp.moveaxis(y.reshape(batch, frames, *space, 2, channels), 4, 2)
         return chunk.or_the_frame(y.reshape(batch, 2 * frames, *space, channels), x)
 

@@ -37,11 +37,11 @@ class FluxProcessor(TwoStreamProcessor):
 
 def _single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
     """As upstream's: each chip's parts of both streams are one sequence if they can be, else stream by stream."""
+    streams = hidden_states, encoder_hidden_states
     given = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     if not isinstance(block.attn.processor, FluxProcessor) or given.get("attention_mask") is not None:
-        streams = hidden_states, encoder_hidden_states
         return type(block).forward(block, *streams, temb, image_rotary_emb, joint_attention_kwargs)
-    parts, streams = modulation(block.norm, temb), (hidden_states, encoder_hidden_states)
+    parts = modulation(block.norm, temb)
     if given.keys() == {"image_rotary_emb"} and can_be_joined(block.attn.processor, block.attn, streams):
         latents, text = joined_block(block, streams, parts, image_rotary_emb)
     else:
