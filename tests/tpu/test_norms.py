@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from conftest import relative, wide
+from diffusers.models import attention_dispatch_flax
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
@@ -175,6 +177,15 @@ def test_heads_that_are_not_rotated_are_normed_by_the_kernel(chips, degrees, hea
     given, exact = arrays(x, *norm.parameters()), copy.deepcopy(norm).float()(x.float())
     assert "rotary_kernel" in str(jax.make_jaxpr(run)(*given))
     assert relative(run(*given), exact) < 1.02 * relative(norm(x), exact)
+
+
+def test_the_default_epsilon_is_that_of_float32():
+    norm, x = torch.nn.RMSNorm(64).bfloat16(), 0.1 * torch.randn(2, 40, 128).bfloat16()
+    run = traced(
+        Settings(), lambda x, w: attention_dispatch_flax.normed_and_rotated(x, SimpleNamespace(weight=w, eps=None))
+    )
+    exact = copy.deepcopy(norm).float()(x.float().unflatten(-1, (2, 64))).detach().flatten(2)
+    assert relative(run(*arrays(x, norm.weight)), exact) < 4e-3
 
 
 # Upstream's words for a norm over all channels and what follows it, whether it is of float32, and for how many steps the kernel is asked.

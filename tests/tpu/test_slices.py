@@ -173,7 +173,10 @@ def test_digests_tell_values_apart():
     assert agreement.digest([seeded]) == agreement.digest([drawn])
     torch.randn(1, generator=drawn)
     tensors = [seeded, drawn, torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), np.zeros(2), np.ones(2)]
-    assert len({agreement.digest(value) for value in (*tensors, 1, True, "1", None)}) == 10
+    assert (
+        len({agreement.digest(value) for value in (*tensors, 1, True, "1", None, {"scale": 1}, {"other": 1}, [[1]])})
+        == 13
+    )
 
 
 def device(number: int, process: int, part: int = 0, platform: str = "cpu"):

@@ -70,7 +70,7 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
 
     `norm`: RMS or layer norm over all of C, or over each head; `apart`: pairs are half a head apart, not neighbours.
     """
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
     centred = isinstance(norm, torch.nn.LayerNorm)
     ours = Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)

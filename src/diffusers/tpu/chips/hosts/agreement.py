@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ...common import notices
 from . import watch
@@ -80,10 +80,11 @@ def same_draws():
 
 
 def digest(tree) -> str:
-    """A digest of host tensors, arrays, pictures and plain values, and generators' states; of other leaves only the class."""
+    """A digest of host tensors, arrays, pictures and plain values, and generators' states, and of the keys and lists that they are in; of
+    other leaves only the class."""
     total = hashlib.sha256()
-    for leaf in tree_leaves(tree):
-        total.update(_bytes(leaf))
+    for path, leaf in tree_leaves_with_path(tree):
+        total.update(keystr(path).encode() + _bytes(leaf))
     return total.hexdigest()
 
 
