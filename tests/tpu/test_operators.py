@@ -64,6 +64,8 @@ OPERATORS = {
     "repeat by counts": (lambda x, n: x.repeat_interleave(n, dim=1), [Y, COUNTS], 0),
     "repeat by counts, sized": (lambda x, n: x.repeat_interleave(n, dim=1, output_size=5), [Y, COUNTS], 0),
     "attention of one batch to several": (F.scaled_dot_product_attention, [(1, 1, 2, 5, 8), *[(2, 3, 2, 7, 8)] * 2], 1e-6),
+    "attention by a mask, and causal": (lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, is_causal=True), [*[(1, 2, 5, 8)] * 3, (5, 5)], 1e-6),
+    "attention of five axes, a mask of four": (F.scaled_dot_product_attention, [(2, 2, 3, 4, 8), *[(2, 2, 3, 6, 8)] * 2, (2, 3, 4, 6)], 1e-6),
     "convolution, patches side by side": (  # of odd sizes: what is left over at the ends is not read
         lambda x, w, b: F.conv3d(x, w, b, stride=(1, 2, 3)), [(2, 3, 4, 7, 6), (5, 3, 1, 2, 3), (5,)], 1e-6
     ),

@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
     if 0 in (*q.shape, *k.shape, *v.shape):
         return Tensor(jnp.zeros((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype), env)
     q4, k4, v4 = (_four_axes(x, lead) for x in (q, k, v))
-    if mask is not None and mask.ndim > 4:
+    if mask is not None and (mask.ndim > 4 or len(lead) > 1 and mask.ndim == 4):
         mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
     if halo_shards() is not None and not halo_shards().keys_here:
         if mask is not None or is_causal:

@@ -62,7 +62,7 @@ def attention(
         scale: 1/sqrt(D) if None.
 
     Raises:
-        ValueError: shapes that disagree, a mask that does not broadcast, a mask together with `is_causal`.
+        ValueError: shapes that disagree, a mask that does not broadcast.
         TypeError: dtypes that disagree, a mask that is neither bool nor floating.
         NotImplementedError: the kernel chosen by name does not support this call; `Settings.pad_tokens` is set.
     """

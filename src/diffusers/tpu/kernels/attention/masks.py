@@ -91,10 +91,10 @@ def classify(
         window: (left, right) as `Mask.band`.
 
     Raises:
-        ValueError: it does not broadcast; a mask together with `is_causal`.
+        ValueError: it does not broadcast.
         TypeError: neither bool nor floating.
     """
-    parts = Mask() if mask is None else _parts(mask, (batch, heads, q_len, kv_len), is_causal)
+    parts = Mask() if mask is None else _parts(mask, (batch, heads, q_len, kv_len))
     left, right = _narrowed(((None, 0) if is_causal else OPEN, window or OPEN, parts.band or OPEN))
     left = None if left is None or left >= q_len - 1 else left  # open where it hides no key
     right = None if right is None or right >= kv_len - 1 else right
@@ -102,9 +102,7 @@ def classify(
     return parts if parts.kind else None
 
 
-def _parts(mask, target: tuple[int, int, int, int], is_causal: bool) -> Mask:
-    if is_causal:
-        raise ValueError("expected either attn_mask or is_causal, got both; fold causality into the mask")
+def _parts(mask, target: tuple[int, int, int, int]) -> Mask:
     if mask.ndim > 4 or any(m not in (1, t) for m, t in zip(mask.shape[::-1], target[::-1])):
         raise ValueError(
             f"expected an attention mask that broadcasts to [B, N, T, S] = {list(target)}, got {list(mask.shape)}"
