@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import platform
-import queue
 import signal
 import subprocess
 import sys
@@ -70,7 +69,7 @@ class Child:
     """The process of one stage. It imports its modules and waits for its turn; until then it does not use the chips."""
 
     def __init__(self, request: dict, folder: str):
-        self.request, self.said = request, queue.Queue()
+        self.request = request
         self.log = open(Path(folder, f"{request['stage']}.log"), "w+", errors="replace")
         variables = {
             **os.environ,
@@ -82,7 +81,6 @@ class Child:
             command, stdin=pipe, stdout=pipe, stderr=self.log, env=variables, start_new_session=True, text=True
         )
         self._tell(json.dumps(request))
-        threading.Thread(target=_listen, args=(self.process.stdout, self.said), daemon=True).start()
 
     def end(self) -> list[str]:
         """Kill the process; returns the last lines of its log."""
@@ -96,47 +94,34 @@ class Child:
     def rows(self) -> Iterator[dict]:
         """Start the stage; yields its rows as they come, and a row of the stage itself if it timed out or failed."""
         self._tell("")
-        started, late, ends = False, False, time.monotonic() + START_SECONDS
+        started, late = False, threading.Event()
+        timer = self._ends_after(START_SECONDS, late)
         try:
-            while True:
-                try:
-                    kind, value = self.said.get(timeout=max(0.0, ends - time.monotonic()))
-                except queue.Empty:
-                    late = True
-                    break
-                if kind == "row":
-                    yield value
-                elif kind == "started":
-                    started, ends = True, time.monotonic() + self.request["seconds"]
-                else:
-                    break
-            late = late or _ends_late(self.process, ends)
+            with contextlib.suppress(ValueError):  # the last line of a killed child may be incomplete
+                for kind, value in map(json.loads, self.process.stdout):
+                    if kind == "row":
+                        yield value
+                    else:
+                        timer.cancel()
+                        started, timer = True, self._ends_after(self.request["seconds"], late)
+            self.process.wait()
         finally:
+            timer.cancel()
             lines = self.end()
         limit, note = self.request["seconds"] if started else START_SECONDS, " | ".join(lines)
         row = {"name": "stage", "limit": limit, "unit": "s", "note": note}
-        if late:
+        if late.is_set():
             yield {**row, "status": "timed out", "note": f"{'' if started else 'while it was imported: '}{note}"}
         elif code := self.process.returncode:
             died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
             yield {**row, "status": "failed", "measured": died, "limit": None, "unit": ""}
 
+    def _ends_after(self, seconds: float, late: threading.Event) -> threading.Timer:
+        timer = threading.Timer(seconds, lambda: (late.set(), kill(self.process)))
+        timer.start()
+        return timer
+
     def _tell(self, line: str):
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()  # stays open: the child exits when this process ends and closes it
-
-
-def _listen(stream, said: queue.Queue):
-    with contextlib.suppress(ValueError):  # the last line of a killed child may be incomplete
-        for line in stream:
-            said.put(json.loads(line))
-    said.put(("end", None))
-
-
-def _ends_late(child: subprocess.Popen, ends: float) -> bool:
-    try:
-        child.wait(max(1.0, ends - time.monotonic()))
-        return False
-    except subprocess.TimeoutExpired:
-        return True
