@@ -2,7 +2,6 @@
 
 import re
 import statistics
-import threading
 import time
 from pathlib import Path
 
@@ -13,44 +12,32 @@ from ...pipelines.pipeline import installation
 from ..cli.timing import Stopwatch
 from . import wan
 from .chips import devices_here, topology_of
+from .programs import soon
 
 
 def run(rows, request: dict):
     devices, cache = devices_here(), Path(request["cache"])
     size, pipe = wan.size_of(request, len(devices)), wan.make_pipeline(request["heads"])
     pipe.save_pretrained(cache / "model")
-    plans: dict = {}
     asked = {"arguments": size, "seconds": request["plan_seconds"]}
-    thread = threading.Thread(
-        target=_plan, args=(plans, str(cache / "model"), topology_of(devices, request).name, asked), daemon=True
-    )
-    thread.start()
+    plan = soon(planner.plan, str(cache / "model"), topology_of(devices, request).name, **asked)
     with torch.no_grad():
         exact = wan.call(pipe, size)
         theirs = relative(wan.call(wan.make_pipeline(request["heads"], torch.bfloat16), size), exact)
-    seconds = {}
-    for dtype, limit in (
-        (torch.float32, request["float32"]),
-        (torch.bfloat16, request["bfloat16_over_upstream"] * theirs),
-    ):
-        name = f"{dtype}".removeprefix("torch.")
-        with rows.trying(f"model in {name}"):
-            note = "against upstream in float32 on the host" + (
-                f", whose own error is {theirs:.3g}" if "b" in name else ""
-            )
-            pipe = wan.make_pipeline(request["heads"], dtype)
-            seconds[name] = check_model(rows, request, pipe, size, exact, limit, note)
-    thread.join(request["plan_seconds"])
-    if (step := seconds.get("bfloat16")) is not None:
-        how = {"why": plans.get("error", "in time"), "unit": "s"}
-        rows.beside_plan("seconds of a step, bfloat16", step, plans.get("seconds"), request.get("ratio"), **how)
-
-
-def _plan(found: dict, model: str, topology: str, asked: dict):
+    note, step = "against upstream in float32 on the host", None
+    with rows.trying("model in float32"):
+        check_model(rows, request, wan.make_pipeline(request["heads"]), size, exact, request["float32"], note)
+    with rows.trying("model in bfloat16"):
+        pipe, limit = wan.make_pipeline(request["heads"], torch.bfloat16), request["bfloat16_over_upstream"] * theirs
+        step = check_model(rows, request, pipe, size, exact, limit, f"{note}, whose own error is {theirs:.3g}")
+    planned, why = None, ""
     try:
-        found["seconds"] = planner.plan(model, topology, **asked)["seconds_per_step"]["total"]
+        planned = plan.result(request["plan_seconds"])["seconds_per_step"]["total"]
     except Exception as error:  # reported in the row
-        found["error"] = f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
+    if step is not None:
+        name = "seconds of a step, bfloat16"
+        rows.beside_plan(name, step, planned, request.get("ratio"), why=why, unit="s")
 
 
 def relative(ours, exact) -> float:

@@ -1,7 +1,7 @@
 """Programs that a stage runs here and the planner times: a function, its arguments' shapes and mesh. `planned`: their seconds."""
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -49,13 +49,8 @@ class Program:
 
 def measured_seconds(run: Callable, repeats: int) -> float:
     """Seconds of one run when `repeats` runs are queued together; the median of three measurements."""
-    found = []
-    for _ in range(3):
-        start = time.perf_counter()
-        outputs = [run() for _ in range(repeats)]
-        jax.block_until_ready(outputs)
-        found.append((time.perf_counter() - start) / repeats)
-    return statistics.median(found)
+    found = timeit.repeat(lambda: jax.block_until_ready([run() for _ in range(repeats)]), number=1, repeat=3)
+    return statistics.median(found) / repeats
 
 
 def error_of(ours, exact) -> float:
@@ -80,18 +75,22 @@ def same_bits(ours, others) -> bool:
 def planning(make: str, request: dict, topology: str) -> Future:
     """A future of `planned` for the programs of `make`, "module:name". The compiler runs on the host meanwhile."""
     argument = {"make": make, "request": request, "topology": topology}
+    return soon(run_in_child, f"{__name__}:planned", argument, seconds=request["plan_seconds"])
+
+
+def soon(function: Callable, *arguments, **options) -> Future:
+    """A future of this call, which runs in a thread of its own."""
     pool = ThreadPoolExecutor(1, "planned")
-    future = pool.submit(run_in_child, f"{__name__}:planned", argument, seconds=request["plan_seconds"])
+    future = pool.submit(function, *arguments, **options)
     pool.shutdown(wait=False)
     return future
 
 
 def planned(argument: dict, progress: Callable) -> dict:
     """Program -> planned seconds by mode of the attention kernel, compiled for a slice; an error's text if it does not compile."""
-    topology = find_topology(argument["topology"])
-    devices, found = Compiler(topology).devices, {}
+    topology, found = find_topology(argument["topology"]), {}
     compiler = Compiler(topology)
-    for name, program in resolve_name(argument["make"])(argument["request"], devices, topology).items():
+    for name, program in resolve_name(argument["make"])(argument["request"], compiler.devices, topology).items():
         progress(name)
         try:
             compiled = compiler.compile(program.lower(), program.options)
