@@ -48,29 +48,24 @@ def _normal(key, *shapes, dtype=jnp.bfloat16) -> list[jax.Array]:
 
 def _attention_arguments(shape, key, mode):
     batch, heads, q_len, kv_len, dim = shape
-    q, k, v = _normal(
-        key, (batch, heads, q_len, dim), (batch, heads, kv_len, dim), (batch, heads, kv_len, dim), dtype=jnp.float32
-    )
+    of_keys = (batch, heads, kv_len, dim)
+    q, k, v = _normal(key, (batch, heads, q_len, dim), of_keys, of_keys, dtype=jnp.float32)
     direction = jnp.full((dim,), dim**-0.5)
     k = SCALES.get(mode, 1.0) * k + (OFFSET * direction if mode == CENTRED else 0.0)
     return tuple(x.astype(jnp.bfloat16) for x in (SCALES.get(mode, 1.0) * q, k, v))
-
-
-def _scale(q) -> float:
-    return q.shape[-1] ** -0.5
 
 
 def _attention(settings, tally, q, k, v):
     how = {"generation": settings.generation, "interpret": settings.interpreted, "tally": tally}
 
     def scaled_dot_product_attention(q, k, v):  # by this name the planner finds attention
-        return tpu_attention(q, k, v, scale=_scale(q), **how)
+        return tpu_attention(q, k, v, scale=q.shape[-1] ** -0.5, **how)
 
     return jax.jit(scaled_dot_product_attention)(q, k, v)
 
 
 def _attention_reference(q, k, v):
-    return reference_attention(q, k, v, scale=_scale(q))
+    return reference_attention(q, k, v, scale=q.shape[-1] ** -0.5)
 
 
 def _exchange(settings, tally, q, k, v):
@@ -123,10 +118,6 @@ def _convolution_reference(x, w, b):
     return lax.conv_general_dilated(x, w, (1, 1, 1), **how) + b
 
 
-def _convolution(settings, tally, x, w, b):
-    return convolution(x, w, b, settings, edge=1)
-
-
 KERNELS = {
     "attention": Kernel(_attention_arguments, _attention, _attention_reference, MODES),
     "key_norms": Kernel(_attention_arguments, _key_norms, _key_norms_reference),
@@ -134,7 +125,11 @@ KERNELS = {
         _linear_arguments, lambda settings, _, x, w, b: linear(x, w, b, "gelu_tanh", settings), _linear_reference
     ),
     "rotary": Kernel(_rotary_arguments, _rotary, lambda *arguments: _rotary(Settings(layers="xla"), None, *arguments)),
-    "convolution": Kernel(_convolution_arguments, _convolution, _convolution_reference),
+    "convolution": Kernel(
+        _convolution_arguments,
+        lambda settings, _, x, w, b: convolution(x, w, b, settings, edge=1),
+        _convolution_reference,
+    ),
     "exchange": Kernel(_attention_arguments, _exchange, _attention_reference, several=True),
 }
 
@@ -154,8 +149,7 @@ def programs(request: dict, devices: tuple, topology: Topology | None = None) ->
         how = {"platform": devices[0].platform, "generation": generation, "kernel": "kernel", "layers": "kernel"}
         settings = Settings(mesh=mesh if kernel.several else None, **how)
         for size in SIZES:
-            arguments = jax.eval_shape(
-                lambda key: kernel.arguments(request[size][name], key, kernel.modes[0]), jax.random.key(0)
-            )
+            make = functools.partial(kernel.arguments, request[size][name], mode=kernel.modes[0])
+            arguments = jax.eval_shape(make, jax.random.key(0))
             found[f"{name} {size}"] = Program(functools.partial(kernel.run, settings, None), arguments, mesh)
     return found

@@ -33,10 +33,14 @@ def place(device) -> list | None:
     return [*device.coords, device.core_on_chip] if hasattr(device, "coords") else None
 
 
+def described(devices) -> list[list]:
+    """Id, place and process of each device."""
+    return [[device.id, place(device), device.process_index] for device in devices]
+
+
 def places(argument: dict, progress) -> dict:
-    """Runs in the compiler's process: id, place and process of each device of a slice."""
-    devices = Compiler(find_topology(argument["topology"])).devices
-    return {"devices": [[device.id, place(device), device.process_index] for device in devices]}
+    """Runs in the compiler's process: describes the devices of a slice."""
+    return {"devices": described(Compiler(find_topology(argument["topology"])).devices)}
 
 
 def run(rows, request: dict):
@@ -46,40 +50,26 @@ def run(rows, request: dict):
     rows.add("platform_version", devices[0].client.platform_version)
     kinds = sorted({device.device_kind for device in devices})
     rows.equal("device_kind", kinds, [next((kind for kind in chip.kinds if kind in kinds), None)] if chip else ["cpu"])
-    rows.add(
-        "devices", len(devices), note=f"of {jax.process_count()} processes; {len(jax.local_devices())} are of this one"
-    )
+    note = f"of {jax.process_count()} processes; {len(jax.local_devices())} are of this one"
+    rows.add("devices", len(devices), note=note)
     with rows.trying("places of devices"):
         topology = topology_of(devices, request)
         there = run_in_child(f"{__name__}:places", {"topology": topology.name}, seconds=25, schedules=False)["devices"]
-        here = [[device.id, place(device), device.process_index] for device in devices]
+        here = described(devices)
         name = f"id, place and process of each device of {topology.name}"
         if here[0][1] is None:
             rows.skip(name, "these devices have no coordinates", expected=there)
         else:
-            by_place = [sorted(one, key=lambda d: d[1]) for one in (here, there)]
-            rows.equal(name, *by_place)
+            rows.equal(name, *(sorted(one, key=lambda d: d[1]) for one in (here, there)))
     given = {*os.environ.get("LIBTPU_INIT_ARGS", "").split()}
     missing = sorted(flags_of_jax() - given)
-    rows.add(
-        "JAX's flags in LIBTPU_INIT_ARGS",
-        len(missing),
-        not missing if chip else "not applicable",
-        expected=0,
-        note=" ".join(missing),
-    )
+    status = not missing if chip else "not applicable"
+    rows.add("JAX's flags in LIBTPU_INIT_ARGS", len(missing), status, expected=0, note=" ".join(missing))
     rows.add("LIBTPU_INIT_ARGS after JAX's start", " ".join(sorted(given)))
     stats = devices[0].memory_stats()
     if not stats:
         return rows.skip("memory_stats", "this device has none")
     rows.add("keys of memory_stats", sorted(stats))
-    limit = stats.get("bytes_limit", 0)
-    off = abs(limit / chip.hbm_bytes - 1)
-    rows.add(
-        "bytes_limit",
-        limit,
-        off <= request["hbm_within"],
-        expected=chip.hbm_bytes,
-        limit=request["hbm_within"],
-        unit="bytes",
-    )
+    measured, within = stats.get("bytes_limit", 0), request["hbm_within"]
+    near = abs(measured / chip.hbm_bytes - 1) <= within
+    rows.add("bytes_limit", measured, near, expected=chip.hbm_bytes, limit=within, unit="bytes")

@@ -21,11 +21,10 @@ SPARSE = {"on": True, "off": False}
 
 def mesh_of(devices: tuple, shape: tuple[int, ...]) -> Mesh:
     """A mesh of the devices, ordered by their coordinates in a slice of this shape."""
-    in_order = (
-        sorted(devices, key=lambda d: (tuple(reversed(d.coords)), d.core_on_chip)) if place(devices[0]) else [*devices]
-    )
+    if place(devices[0]):
+        devices = sorted(devices, key=lambda d: (tuple(reversed(d.coords)), d.core_on_chip))
     count = len(devices) // int(np.prod(shape))
-    grid = np.array(in_order).reshape(*reversed(shape), count)
+    grid = np.array(devices).reshape(*reversed(shape), count)
     grid = grid.transpose(*reversed(range(len(shape))), len(shape))  # x, y, z, half
     return Mesh(grid if count > 1 else grid[..., 0], tuple(AXES[: len(shape)]) + ((AXES[-1],) if count > 1 else ()))
 

@@ -20,11 +20,7 @@ def run(rows, request: dict):
     devices = devices_here()
     size = request.get("bytes") or 2 * chip_of_kind(devices[0].device_kind).hbm_bytes
     side = int((size / 4) ** 0.5)
-    check(
-        rows,
-        "an allocation that no chip has room for",
-        lambda: jnp.zeros((size // 4,), jnp.float32).block_until_ready(),
-    )
+    check(rows, "an allocation that no chip has room for", lambda: jnp.zeros(size // 4, "float32").block_until_ready())
     check(rows, "a program that no chip has room for", lambda: run_too_large(devices[0], side))
     x = jnp.ones(8) + 1
     rows.equal("the chip works afterwards", float(x.sum()), 16.0)

@@ -36,10 +36,8 @@ def run(rows, request: dict):
 def chips_on_the_bus(rows, request, real: bool):
     figures = json.loads(Path(__file__).parents[2].joinpath("chips", "figures.json").read_text())
     known = {number: name for name, chip in figures.items() for number in chip.get("pci_devices", ())}
-    found = []
-    for vendor in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        if Path(vendor).read_text().strip() == GOOGLE:
-            found.append(Path(vendor).with_name("device").read_text().strip())
+    vendors = (path for path in Path("/sys/bus/pci/devices").glob("*/vendor") if path.read_text().strip() == GOOGLE)
+    found = [path.with_name("device").read_text().strip() for path in vendors]
     named = sorted(f"{number} {known[number]}" for number in found if number in known)
     # Network cards, disks, or a new chip.
     others = sorted(number for number in found if number not in known)
@@ -78,13 +76,8 @@ def memory(rows, request, real: bool):
     rows.add("locked memory", measured, unlimited or not real, expected="unlimited", unit="bytes", note="ulimit -l")
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = re.search(r"\[(\w+)\]", huge.read_text())[1] if huge.exists() else None
-    rows.add(
-        "transparent hugepages",
-        mode,
-        mode == "always" or not real,
-        expected="always",
-        note="transfers are slower without",
-    )
+    note = "transfers are slower without"
+    rows.add("transparent hugepages", mode, mode == "always" or not real, expected="always", note=note)
     sizes = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+)", Path("/proc/meminfo").read_text(), re.M))
     for name, kilobytes in sizes.items():
         rows.add(name, round(int(kilobytes) / 2**20, 1), unit="GiB")
@@ -95,11 +88,8 @@ def memory(rows, request, real: bool):
 
 
 def software(rows, request, real: bool):
-    rows.add(
-        "Python",
-        platform.python_version(),
-        note=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-    )
+    note = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
+    rows.add("Python", platform.python_version(), note=note)
     for name in PACKAGES:
         version = _version(name)
         needed = name in ("diffusers", "torch", "torchax", "jax", "jaxlib") or (real and name == "libtpu")

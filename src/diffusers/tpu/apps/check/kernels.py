@@ -54,9 +54,8 @@ def check_modes(rows, request: dict, program):
         jax.block_until_ready(counted(*arrays))
         jax.effects_barrier()
         shares = next(iter(tally.shares().values()), {})
-        rows.equal(
-            f"attention {mode}: mode of all blocks", max(shares, key=shares.get, default=None), mode, note=str(shares)
-        )
+        most = max(shares, key=shares.get, default=None)
+        rows.equal(f"attention {mode}: mode of all blocks", most, mode, note=str(shares))
 
 
 def compare_with_plan(rows, request: dict, seconds: dict, plan):

@@ -1,5 +1,7 @@
 """Stage 2, primitives: the largest relative errors of basic operations, against float64 on the host."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,53 +27,34 @@ FUNCTIONS = {
 
 def run(rows, request: dict):
     interpret = devices_here()[0].platform == "cpu"
-    rng = np.random.default_rng(0)
+    rng, spec = np.random.default_rng(0), pl.BlockSpec((BLOCK, COLUMNS), lambda i: (i, 0))
+    blocks = {"grid": (request["rows"] // BLOCK,), "in_specs": [spec], "out_specs": spec}
     for name, (low, high) in request["functions"].items():
         ours, exact = FUNCTIONS[name]
         x = rng.uniform(low, high, (request["rows"], COLUMNS)).astype(np.float32)
-        for where, function in (("XLA", jax.jit(ours)), ("Mosaic", in_kernel(ours, name, interpret))):
-            with rows.trying(f"{name} in {where}"):
+        for where, function in (("XLA", jax.jit(ours)), ("Mosaic", in_kernel(ours, name, interpret, **blocks))):
+            with rows.trying(title := f"{name} in {where}"):
                 y, wanted = np.asarray(function(x), np.float64), exact(x.astype(np.float64))
-                rows.error(
-                    f"{name} in {where}",
-                    float(np.max(np.abs(y / wanted - 1))),
-                    request["function_limit"],
-                    note=f"{low} to {high}",
-                )
+                error = float(np.max(np.abs(y / wanted - 1)))
+                rows.error(title, error, request["function_limit"], note=f"{low} to {high}")
     x = rng.uniform(*request["large"], (request["rows"], COLUMNS)).astype(np.float32)
     worst = np.max(np.abs(np.asarray(jax.jit(jnp.sin)(x), np.float64) - np.sin(x.astype(np.float64))))
-    rows.error(
-        f"sin of {request['large'][0]} to {request['large'][1]}", float(worst), request["large_limit"], unit="error"
-    )
+    low, high = request["large"]
+    rows.error(f"sin of {low} to {high}", float(worst), request["large_limit"], unit="error")
     products(rows, request, rng, interpret)
     others(rows, request, rng)
 
 
-def in_kernel(function, name: str, interpret: bool):
-    """The function in a kernel whose grid goes over blocks of rows."""
+def in_kernel(function, name: str, interpret: bool, **blocks):
+    """The function in a kernel. `blocks`: its grid and specs; without them it is one block."""
 
-    def kernel(x_ref, o_ref):
-        o_ref[...] = function(x_ref[...])
+    def kernel(*refs):
+        *given, out = refs
+        out[...] = function(*(ref[...] for ref in given))
 
-    spec = pl.BlockSpec((BLOCK, COLUMNS), lambda i: (i, 0))
-
-    def run(x):
-        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        grid = (x.shape[0] // BLOCK,)
-        return pl.pallas_call(
-            kernel, out_shape=out, grid=grid, in_specs=[spec], out_specs=spec, name=name, interpret=interpret
-        )(x)
-
-    return jax.jit(run)
-
-
-def product_in_kernel(interpret: bool):
-    def kernel(x_ref, y_ref, o_ref):
-        o_ref[...] = product(x_ref[...], y_ref[...])
-
-    def run(x, y):
-        out = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), jnp.float32)
-        return pl.pallas_call(kernel, out_shape=out, name="product", interpret=interpret)(x, y)
+    def run(*arrays):
+        out = jax.eval_shape(function, *arrays)
+        return pl.pallas_call(kernel, out_shape=out, name=name, interpret=interpret, **blocks)(*arrays)
 
     return jax.jit(run)
 
@@ -88,31 +71,26 @@ def products(rows, request: dict, rng, interpret: bool):
                 rows.error(name, error_of(jax.jit(lambda x, y, how=how: jnp.matmul(x, y, **how))(x, y), wanted), limit)
         if dtype != "float16":
             with rows.trying(name := f"product of {dtype} in Mosaic"):
-                rows.error(name, error_of(product_in_kernel(interpret)(x, y), wanted), list(limits.values())[-1])
+                rows.error(
+                    name, error_of(in_kernel(product, "product", interpret)(x, y), wanted), [*limits.values()][-1]
+                )
 
 
 def others(rows, request: dict, rng):
     """Adds rows for a convolution, complex numbers and a Fourier transform."""
-    with rows.trying("convolution of float32, high"):
-        x, w = (
-            rng.standard_normal((1, 16, 16, 64)).astype(np.float32),
-            rng.standard_normal((3, 3, 64, 32)).astype(np.float32),
-        )
+    with rows.trying(name := "convolution of float32, high"):
+        x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 16, 16, 64), (3, 3, 64, 32)))
         how = {"padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), "precision": "high"}
         y = jax.jit(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), **how))(x, w)
         windows = np.lib.stride_tricks.sliding_window_view(x.astype(np.float64), (3, 3), (1, 2))
         wanted = np.einsum("bhwcij,ijco->bhwo", windows, w.astype(np.float64))
-        rows.error("convolution of float32, high", error_of(y, wanted), request["convolution_limit"])
+        rows.error(name, error_of(y, wanted), request["convolution_limit"])
     z = rng.standard_normal((2, 64, 256)).astype(np.float32)
     z = z[0] + 1j * z[1]
-    for name, ours, exact, limit in (
-        (
-            "complex64",
-            lambda z: z * jnp.exp(1j * z.real) / jnp.conj(z),
-            lambda z: z * np.exp(1j * z.real) / np.conj(z),
-            "complex_limit",
-        ),
-        ("Fourier transform of 256", jnp.fft.fft, np.fft.fft, "fft_limit"),
+    for name, function, limit in (
+        ("complex64", lambda np, z: z * np.exp(1j * z.real) / np.conj(z), "complex_limit"),
+        ("Fourier transform of 256", lambda np, z: np.fft.fft(z), "fft_limit"),
     ):
         with rows.trying(name):
-            rows.error(name, error_of(jax.jit(ours)(z), exact(z.astype(np.complex128))), request[limit])
+            ours, exact = jax.jit(functools.partial(function, jnp))(z), function(np, z.astype(np.complex128))
+            rows.error(name, error_of(ours, exact), request[limit])

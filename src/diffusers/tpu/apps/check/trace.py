@@ -19,31 +19,21 @@ MOST_NAMES = 40
 
 def run(rows, request: dict):
     of_model, folder = wan.model_request(request), Path(request["cache"], "trace")
-    kept = wan.kept_in(Path(request["cache"], "cache"))
+    kept = any(Path(request["cache"], "cache", "executables").glob("*"))
     pipe, size = wan.make_pipeline(of_model["heads"], torch.bfloat16), wan.size_of(of_model, len(devices_here()))
     install(pipe, TPUConfig(**of_model["config"]))
     with traced(pipe, str(folder), STEPS):
         wan.call(pipe, size)
+    name = "programs that a second process compiled"
     if kept:
-        rows.equal(
-            "programs that a second process compiled",
-            sum(wan.compilations(pipe).values()),
-            0,
-            note="stage 7 kept them",
-        )
+        rows.equal(name, sum(wan.compilations(pipe).values()), 0, note="stage 7 kept them")
     else:
-        rows.skip("programs that a second process compiled", "stage 7 kept none")
-    with rows.trying("share of the time that is attributed"):
-        found = measured(folder)
+        rows.skip(name, "stage 7 kept none")
+    with rows.trying(name := "share of the time that is attributed"):
+        found, least = measured(folder), request["attributed"]
         glue = sum(row["measured"] for row in found["modules"] if row["component"] == GLUE)
         share = 1 - glue / found["seconds_per_step"]
-        rows.add(
-            "share of the time that is attributed",
-            share,
-            share >= request["attributed"],
-            limit=request["attributed"],
-            note="at least",
-        )
+        rows.add(name, share, share >= least, limit=least, note="at least")
         rows.add("a traced step", found["seconds_per_step"], unit="s", note="of each chip, without what it waits")
     names(rows, folder)
 
@@ -60,7 +50,5 @@ def names(rows, folder: Path):
                 statistics[plane.name] |= {name for name, _ in event.stats}
     rows.add("planes", sorted(lines))
     for plane, found in lines.items():
-        rows.add(f"lines of {plane}", sorted(found)[:MOST_NAMES], note=f"{len(found)} in all")
-        rows.add(
-            f"statistics of {plane}", sorted(statistics[plane])[:MOST_NAMES], note=f"{len(statistics[plane])} in all"
-        )
+        for kind, some in (("lines", found), ("statistics", statistics[plane])):
+            rows.add(f"{kind} of {plane}", sorted(some)[:MOST_NAMES], note=f"{len(some)} in all")

@@ -1,7 +1,7 @@
 """Stage 3, transfers: to and from a chip, the cost of a launch, and which arrays share memory."""
 
 import statistics
-import time
+import timeit
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,7 @@ DISPATCH = "an empty dispatch"
 
 def seconds(function, repeats: int) -> float:
     """The median seconds of `repeats` calls."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return statistics.median(timeit.repeat(function, number=1, repeat=repeats))
 
 
 def run(rows, request: dict):
@@ -28,9 +23,8 @@ def run(rows, request: dict):
     on_host = np.arange(size // 4, dtype=np.float32)
     to = seconds(lambda: jax.device_put(on_host, device).block_until_ready(), request["repeats"])
     rows.add("to the device", size / to / 1e9, unit="GB/s", note=f"{request['mib']} MiB")
-    arrays = iter(
-        [jax.device_put(on_host, device) + n for n in range(request["repeats"])]
-    )  # one for each repeat, as an array caches its copy on the host
+    # One for each repeat, as an array caches its copy on the host.
+    arrays = iter([jax.device_put(on_host, device) + n for n in range(request["repeats"])])
     back = seconds(lambda: np.asarray(next(arrays)), request["repeats"])
     rows.add("from the device", size / back / 1e9, unit="GB/s", note=f"{request['mib']} MiB")
     here, there = jax.device_put(on_host, device), np.asarray(jax.device_put(on_host, device) + 0)
@@ -38,15 +32,10 @@ def run(rows, request: dict):
 
     add, x = jax.jit(lambda x: x + 1), jax.device_put(jnp.zeros(()), device)
     add(x).block_until_ready()
-    rows.add(
-        DISPATCH, seconds(lambda: add(x), request["dispatches"]), unit="s", note=f"median of {request['dispatches']}"
-    )
-    rows.add(
-        "a round trip",
-        seconds(lambda: float(add(x)), request["dispatches"] // 10),
-        unit="s",
-        note="a launch and its value",
-    )
+    launches = request["dispatches"]
+    rows.add(DISPATCH, seconds(lambda: add(x), launches), unit="s", note=f"median of {launches}")
+    round_trip = seconds(lambda: float(add(x)), launches // 10)
+    rows.add("a round trip", round_trip, unit="s", note="a launch and its value")
 
     donated = jax.device_put(on_host, device) * 1
     before = donated.unsafe_buffer_pointer()
@@ -55,8 +44,5 @@ def run(rows, request: dict):
     rows.equal("a donated argument is gone", donated.is_deleted(), True)
     first = float(here[0])
     on_host[0] = first + 1
-    rows.add(
-        "an array does not see later writes to the host's",
-        float(here[0]) == first,
-        note="where it does, memory is shared",
-    )
+    name, note = "an array does not see later writes to the host's", "where it does, memory is shared"
+    rows.add(name, float(here[0]) == first, note=note)

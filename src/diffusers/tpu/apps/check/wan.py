@@ -1,8 +1,6 @@
 """The model that stages 6, 7 and 9 run: a Wan of two blocks with weights drawn from a seed, as a wheel contains no model."""
 
 import math
-import os
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -24,21 +22,13 @@ def make_pipeline(heads: int, dtype: torch.dtype = torch.float32) -> WanPipeline
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         text = UMT5Config(vocab_size=64, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
-        transformer = WanTransformer3DModel(
-            num_attention_heads=heads,
-            attention_head_dim=128,
-            text_dim=WIDTH,
-            ffn_dim=512 * heads,
-            num_layers=2,
-            rope_max_seq_len=256,
-        )
-        vae = AutoencoderKLWan(
-            base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
-        )
+        sizes = {"num_attention_heads": heads, "attention_head_dim": 128, "ffn_dim": 512 * heads, "num_layers": 2}
+        transformer = WanTransformer3DModel(**sizes, text_dim=WIDTH, rope_max_seq_len=256)
+        sizes = {"base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+        vae = AutoencoderKLWan(**sizes, temperal_downsample=[False, True, True])
         encoder = UMT5EncoderModel(text)
-    words = Tokenizer(
-        models.WordLevel({word: n for n, word in enumerate(["<pad>", "<unk>", *PROMPT.split()])}, unk_token="<unk>")
-    )
+    vocabulary = {word: n for n, word in enumerate(["<pad>", "<unk>", *PROMPT.split()])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", model_max_length=64
@@ -69,11 +59,6 @@ def call(pipe, size: dict, **more):
 def compilations(pipe) -> dict[str, int]:
     """Component -> how many programs were compiled instead of loaded."""
     return {name: one["compilations"] for name, one in report(pipe)["components"].items()}
-
-
-def kept_in(folder: Path) -> list[str]:
-    """The files in a cache of executables."""
-    return sorted(os.listdir(folder / "executables")) if (folder / "executables").is_dir() else []
 
 
 def model_request(request: dict) -> dict:
