@@ -126,10 +126,5 @@ def write_programs(runners: Mapping[str, CompiledModule], folder: str, steps: in
         notices.warn(
             f"{', '.join(sorted(without))}: the runtime has no text of a program, its seconds count between models"
         )
-    facts = {
-        "steps": steps,
-        "device": mesh.devices.flat[0].device_kind,
-        "mesh": dict(mesh.shape),
-        "programs": programs,
-    }
-    write_whole(Path(folder) / PROGRAMS, json.dumps(facts))
+    facts = {"steps": steps, "device": mesh.devices.flat[0].device_kind, "mesh": dict(mesh.shape)}
+    write_whole(Path(folder) / PROGRAMS, json.dumps({**facts, "programs": programs}))

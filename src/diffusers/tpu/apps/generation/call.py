@@ -7,7 +7,7 @@ from itertools import cycle, islice
 import torch
 
 from . import media
-from .signature import parameters_of, takes_batches
+from .signature import parameters_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ def generate(
         given["generator"] = [torch.Generator().manual_seed(request.seed) for request in filled]
     if len(filled) == 1:
         given = {name: values[0] for name, values in given.items()}
-    elif not takes_batches(type(pipe)):
-        raise ValueError(f"expected one prompt a call of {type(pipe).__name__}, got {len(filled)}")
     if "output_type" in takes:
         given["output_type"] = "pil"
     if on_step is not None and "callback_on_step_end" in takes:

@@ -24,10 +24,6 @@ FINISHED = (COMPLETED, FAILED, CANCELLED)
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  # buckets of the histograms
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(eq=False)
 class Job:
     """One output to make. Clients see `created_at` and `completed_at`, Unix time; the other times are of the monotonic clock."""
@@ -50,7 +46,7 @@ class Job:
     started_at: float | None = None
     finished_at: float | None = None
     watchers: set[Callable[[], None]] = field(default_factory=set)  # called after each change
-    preview: Callable[[], Image.Image | None] = _nothing  # a picture of its current state
+    preview: Callable[[], Image.Image | None] = lambda: None  # a picture of its current state
 
     def __post_init__(self):
         self.id = f"{self.kind}_{secrets.token_hex(12)}"
@@ -118,7 +114,7 @@ class Jobs:
                 state, error = CANCELLED, None
             job.files = list(files) if state == COMPLETED else []
             job.file_bytes = sum(file.stat().st_size for file in job.files)
-            job.error, job.state, job.preview = error, state, _nothing
+            job.error, job.state, job.preview = error, state, lambda: None
             job.finished_at, job.completed_at = time.monotonic(), int(time.time())
             if state == COMPLETED:
                 self._seconds += 0.2 * (job.finished_at - job.started_at - self._seconds)

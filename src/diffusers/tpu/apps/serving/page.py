@@ -79,15 +79,8 @@ class Page:
                     self.result = shown(label="Result", elem_id="result", **plain)
                     self.file = gradio.DownloadButton("Download", visible=False, elem_id="download")
             label = "This session's results: click to reuse"
-            look = {
-                "columns": 3,
-                "height": "auto",
-                "fit_columns": False,
-                "allow_preview": False,
-                "visible": False,
-                **plain,
-            }
-            self.gallery = gradio.Gallery(label=label, elem_id="results", **look)
+            look = {"columns": 3, "height": "auto", "fit_columns": False, "allow_preview": False, "visible": False}
+            self.gallery = gradio.Gallery(label=label, elem_id="results", **look, **plain)
             self.current, self.results = gradio.State(), gradio.State([])
             self.names, many = [*fields], {"concurrency_limit": self.jobs.limits.queue, "show_progress": "hidden"}
             outputs = [self.status, self.bar, self.preview, self.result, self.file, self.gallery, self.current]
@@ -178,11 +171,9 @@ class Page:
         one = results[event.index]
         if not Path(one["file"]).exists():
             raise gradio.Error("expected a result that is kept, this one is older: generate it again", duration=None)
-        picture = one.get("input_reference")
-        one = one | {
-            "seed": str(one["seed"]),
-            "input_reference": picture if picture and Path(picture).exists() else None,
-        }
+        if (picture := one.get("input_reference")) and not Path(picture).exists():
+            picture = None
+        one = one | {"seed": str(one["seed"]), "input_reference": picture}
         return *(one.get(name) for name in self.names), one["file"], gradio.update(value=one["file"], visible=True)
 
     def _words(self, job: Job) -> str:

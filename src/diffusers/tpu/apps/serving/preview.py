@@ -84,6 +84,5 @@ class Colours:
         colours = _rows(latents, latents.shape[1] // 2) @ weights
         pixels = np.clip(colours, 0, 255).astype(np.uint8).reshape(height, width, 3)
         factor = SIDE / max(width, height)
-        return Image.fromarray(pixels).resize(
-            (round(width * factor), round(height * factor)), Image.Resampling.BICUBIC
-        )
+        size = [round(side * factor) for side in (width, height)]
+        return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
