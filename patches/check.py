@@ -12,7 +12,7 @@ from upstream import open_store
 
 def problems_of(root: Path, wheel: Path | None = None) -> list[str]:
     store = open_store(root, wheel)
-    pristine = {name: store[name] for name in store if name.startswith("diffusers/")}
+    pristine = {name: content for name, content in store.items() if name.startswith("diffusers/")}
     patches, problems = _read(root / "patches")
     state: dict[str, bytes] = {}
     for patch in patches:

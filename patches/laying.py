@@ -16,7 +16,7 @@ from pathlib import Path
 
 import series
 from unified import ForkError
-from upstream import Store, open_store
+from upstream import open_store
 
 
 Manifest = dict[str, list[str]]
@@ -40,9 +40,9 @@ def is_overlay(name: str) -> bool:
     return name.startswith("diffusers/tpu/") or name.endswith("_flax.py")
 
 
-def wanted(root: Path, store: Store) -> dict[str, bytes]:
+def wanted(root: Path, store: dict[str, bytes]) -> dict[str, bytes]:
     """Every upstream file as it is to stand in `src/`: patched where the series says so."""
-    pristine = {name: store[name] for name in store if name.startswith("diffusers/")}
+    pristine = {name: content for name, content in store.items() if name.startswith("diffusers/")}
     shadowed = sorted(filter(is_overlay, pristine))
     if shadowed:
         raise series.SeriesError(f"upstream has files where the overlay stands: {', '.join(shadowed)}; rename ours")
@@ -69,10 +69,9 @@ def lay(root: Path, wheel: Path | None = None, discard: Iterable[str] | None = N
             + "turn it into a patch: python patches/apply.py refresh\n"
             + "or drop it:           python patches/apply.py apply --discard"
         )
-    hashes = {name: sha256(content) for name, content in want.items()}
     stale = [name for name in known if name not in want]
     different = [name for name in want if _current(root, name) != want[name]]
-    final = {name: [value] for name, value in hashes.items()}
+    final = {name: [sha256(content)] for name, content in want.items()}
     if stale or different or known != final:
         _write_manifest(root, {n: [*known.get(n, []), *final.get(n, [])] for n in {**known, **final}})
         for name in different:

@@ -8,6 +8,7 @@ The file with both sides is in `MERGES`: mended there, the next `move` takes it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import email
 import hashlib
 import re
@@ -15,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import series
 import unified
 from laying import hand_edited, lay, read_manifest, wanted
 from refresh import SIGNATURE
-from upstream import Pin, Store, UpstreamError, digest, open_store, read_pin
+from upstream import Pin, UpstreamError, digest, open_store, read_pin, read_wheel
 
 
 MERGES = Path(".upstream", "merges")
@@ -99,14 +99,13 @@ def _wheel_of(root: Path, version: str, wheel: Path | None) -> Iterator[Path]:
 def _read(pin: Pin, version: str, path: Path) -> tuple[Pin, dict[str, bytes]]:
     """The pin of a wheel that is not pinned yet, and its files."""
     found = Pin(pin.name, version, hashlib.sha256(path.read_bytes()).hexdigest(), "")
-    with zipfile.ZipFile(path) as wheel:
-        files = {name: wheel.read(name) for name in wheel.namelist() if found.holds(name)}
+    files = read_wheel(found, path)
     if found.dist_info + "METADATA" not in files:
         raise UpstreamError(f"expected a wheel of {found.requirement}, got {path}")
-    return Pin(*found.requirement.split("=="), found.wheel_sha256, digest(files)), files
+    return dataclasses.replace(found, files_sha256=digest(files)), files
 
 
-def _merged(root: Path, pin: Pin, old: Store, new: Mapping[str, bytes]) -> dict[str, bytes | None]:
+def _merged(root: Path, pin: Pin, old: Mapping[str, bytes], new: Mapping[str, bytes]) -> dict[str, bytes | None]:
     """The text of each patch by name, None for one that has become upstream's."""
     texts, conflicts = {}, []
     before: dict[str, bytes] = {}

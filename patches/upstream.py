@@ -102,29 +102,12 @@ def _read_checked(file: metadata.PackagePath) -> bytes:
     return content
 
 
-class Store(Mapping[str, bytes]):
-    """The pinned release's files by name, read from the zip they are kept in."""
-
-    def __init__(self, path: Path):
-        self._zip = zipfile.ZipFile(path)
-        self._names = self._zip.namelist()
-
-    def __getitem__(self, name: str) -> bytes:
-        return self._zip.read(name)
-
-    def __iter__(self):
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def store_path(root: Path, pin: Pin) -> Path:
     return root / ".upstream" / f"{pin.name}-{pin.version}-{pin.files_sha256[:12]}.zip"
 
 
-def open_store(root: Path, wheel: Path | None = None) -> Store:
-    """The pinned release: from the store, else filled from `wheel`, else from the installation that can be imported here."""
+def open_store(root: Path, wheel: Path | None = None) -> dict[str, bytes]:
+    """The pinned release's files by name: from the store, else filled from `wheel`, else from the installation that can be imported here."""
     pin = read_pin(root)
     path = store_path(root, pin)
     if wheel is not None:
@@ -137,7 +120,8 @@ def open_store(root: Path, wheel: Path | None = None) -> Store:
                 " it, or: pip download --no-deps -r patches/UPSTREAM && python patches/apply.py apply --wheel FILE"
             )
         _fill(pin, path, files, "the installed package")
-    return Store(path)
+    with zipfile.ZipFile(path) as store:
+        return {name: store.read(name) for name in store.namelist()}
 
 
 def _fill(pin: Pin, path: Path, files: dict[str, bytes], origin: str) -> None:
