@@ -49,20 +49,9 @@ HTTP = ["fastapi>=0.135", "uvicorn>=0.34", "prometheus_client>=0.20", "python-mu
 SERVE = [*HTTP, "gradio>=6,<7"]
 RAY = ["ray[data,serve]>=2.55"]
 TEST = [
-    "peft>=0.17",
-    "pytest>=8",
-    "pytest-xdist>=3.6",
-    "ruff>=0.9",
-    "build>=1",
-    "setuptools>=77",
-    *HTTP,
-    "httpx2>=2",
-    "playwright>=1.50",
-    "nbclient>=0.10",
-    "nbformat>=5.10",
-    "ipykernel>=6",
-    "uv>=0.8",
-]
+    *HTTP, "peft>=0.17", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "build>=1", "setuptools>=77", "httpx2>=2",
+    "playwright>=1.50", "nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6", "uv>=0.8",
+]  # fmt: skip
 
 
 def upstream_requirements(requirements: list[str]) -> dict[str, list[str]]:
