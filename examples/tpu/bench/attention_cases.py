@@ -1,6 +1,7 @@
 """Cases of the attention kernels: by shape, by block sizes, and a sweep over all that they should compile for."""
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 
@@ -35,18 +36,15 @@ SMALLEST = {slice_.chip.generation: name for name, slice_ in reversed(TOPOLOGIES
 
 def attention_cases() -> list[Case]:
     """Returns cases by chip, shape and path, with bundles per 1024 x 1024 scores."""
-    return [
-        _attention(chip, shape, path) for chip in COMPARED for shape in ATTENTION_SHAPES for path in ATTENTION_PATHS
-    ]
-
-
-def _attention(chip: str, shape: str, path: str) -> Case:
-    request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
-    request |= {"turned": shape not in IN_ROWS}
-    if path == "stock":
-        request |= {"kernel": "splash", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
-    read = dict if path == "stock" else functools.partial(_of_mode, way=path)
-    return Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read)
+    cases = []
+    for chip, shape, path in itertools.product(COMPARED, ATTENTION_SHAPES, ATTENTION_PATHS):
+        request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
+        request |= {"turned": shape not in IN_ROWS}
+        if path == "stock":
+            request |= {"kernel": "splash", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
+        read = dict if path == "stock" else functools.partial(_of_mode, way=path)
+        cases.append(Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read))
+    return cases
 
 
 def gradient_cases() -> list[Case]:
@@ -54,19 +52,14 @@ def gradient_cases() -> list[Case]:
 
     JAX's is fastest as one kernel with equal blocks of up to 1,024 tokens; blocks of 2,048 take more bundles.
     """
-    return [
-        _gradients(chip, shape, path) for chip in COMPARED for shape in GRADIENT_SHAPES for path in ("ours", "stock")
-    ]
-
-
-def _gradients(chip: str, shape: str, path: str) -> Case:
-    sizes = GRADIENT_SHAPES[shape]
-    request = {"topology": SMALLEST[chip], "shape": sizes, "kernel": "gradients"}
-    if path == "stock":
-        block = next(n for n in (1024, 768, 512) if -sizes[2] % n < 0.05 * sizes[2])
-        request |= {"kernel": "splash gradients", "blocks": [block, block, block // 2], "as_theirs": True}
-    row = {"chip": chip, "shape": shape, "path": path}
-    return Case(row, Question(KERNELS, request, 600), dict)
+    cases = []
+    for chip, (shape, sizes), path in itertools.product(COMPARED, GRADIENT_SHAPES.items(), ("ours", "stock")):
+        request = {"topology": SMALLEST[chip], "shape": sizes, "kernel": "gradients"}
+        if path == "stock":
+            block = next(n for n in (1024, 768, 512) if -sizes[2] % n < 0.05 * sizes[2])
+            request |= {"kernel": "splash gradients", "blocks": [block, block, block // 2], "as_theirs": True}
+        cases.append(Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), dict))
+    return cases
 
 
 def _of_mode(answer: dict, way: str) -> dict:
@@ -143,13 +136,12 @@ SWEEP_MASKED = (2, 8, 4321, 4321, 128)
 
 def sweep_cases() -> list[Case]:
     """Returns cases, by chip, shape, dtype and mask, that only compile the attention kernel, with all its softmax modes."""
-    rows = [(shape, dtype, "none") for shape in SWEEP_SHAPES for dtype in ("bfloat16", "float32")]
-    rows += [(SWEEP_MASKED, dtype, mask) for mask in SWEEP_MASKS for dtype in ("bfloat16", "float32")]
-    return [_sweep(chip, shape, dtype, mask) for chip in COMPARED for shape, dtype, mask in rows]
-
-
-def _sweep(chip: str, shape: tuple[int, ...], dtype: str, mask: str) -> Case:
-    request = {"topology": SMALLEST[chip], "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
-    row = {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask}
-    question = Question(KERNELS, request, 600, schedules=False)
-    return Case(row, question, lambda answer: {name: answer[name] for name in ("compile_seconds", "blocks")})
+    calls, cases = [*((shape, "none") for shape in SWEEP_SHAPES), *((SWEEP_MASKED, mask) for mask in SWEEP_MASKS)], []
+    for chip, (shape, mask), dtype in itertools.product(COMPARED, calls, ("bfloat16", "float32")):
+        request = {"topology": SMALLEST[chip], "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
+        row = {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask}
+        question = Question(KERNELS, request, 600, schedules=False)
+        cases.append(
+            Case(row, question, lambda answer: {name: answer[name] for name in ("compile_seconds", "blocks")})
+        )
+    return cases

@@ -47,8 +47,7 @@ def answer(request: dict, progress: Callable) -> dict:
         request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash", "exp2",
             "gradients" or "splash gradients", the last two without the forward pass; `blocks`: for ours as of `as_list`, for the others
             three sizes, None for the kernel's default;
-            `kv_heads`, `dtype`, `turned`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`;
-            `named` (see `naming`).
+            `dtype`, `turned`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `named` (see `naming`).
 
     Without schedules there are no seconds and bundles, only those of compilation.
 
@@ -65,13 +64,12 @@ def answer(request: dict, progress: Callable) -> dict:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     q = operand((batch, heads, q_len, dim))
-    k = operand((batch, request.get("kv_heads") or heads, kv_len, dim))
+    k = operand((batch, heads, kv_len, dim))
     kind, parts = request.get("mask", "none"), {}
     if kind in PARTS:
         part, shape_in, kind_of_values = PARTS[kind]
         parts = {part: operand(shape_in(batch, heads, q_len, kv_len), kind_of_values)}
     mask = None if kind == "none" else Mask(**parts, band=BANDS.get(kind))
-    with_lse = request.get("with_lse", False)
     operands = (q, k, k, mask)
     if name == "gradients":
         wanted = from_list(blocks) if blocks else blocks_of(shape_of(q, k, k, mask))
@@ -81,7 +79,7 @@ def answer(request: dict, progress: Callable) -> dict:
         wanted = blocks and tuple(blocks)
         operands += (q,) if name == "splash gradients" else ()
     else:
-        wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask, with_lse), topology.chip.generation)
+        wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask), topology.chip.generation)
         blocks = as_list(wanted)
         run = functools.partial(
             tpu_attention, generation=topology.chip.generation, turned=request.get("turned", False)
@@ -94,7 +92,7 @@ def answer(request: dict, progress: Callable) -> dict:
         if of_gradients:
             there = functools.partial(run, mask=mask, differentiable=True, **how)
             return jax.vjp(there, q, k, v)[1](*of_gradients)
-        return run(q, k, v, mask=mask, with_lse=with_lse, **how)
+        return run(q, k, v, mask=mask, **how)
 
     progress(f"compiling {name} for {topology.chip.generation}")
     try:

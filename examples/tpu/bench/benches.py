@@ -16,11 +16,10 @@ from diffusers.tpu.planner import PLANS, Question, ahead, request_of
 from . import cache_row, check_row, host_row, load_row, ready_row, tokamax_cases
 from .attention_cases import attention_cases, gradient_cases, sweep_cases
 from .calibration import PUBLISHED
-from .cases import AS_THEIRS, DENOISERS, IMAGE, KERNELS, LTX, VAES, Case
+from .cases import AS_THEIRS, DENOISERS, IMAGE, KERNELS, LTX, VAES, VIDEO_720P, Case
 from .model_cases import model_cases, training_cases
 
 
-VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
 VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
 HUNYUAN_720P = {"height": 720, "width": 1280, "num_frames": 121}
 HUNYUAN_480P = {"height": 480, "width": 848, "num_frames": 121}
@@ -66,20 +65,12 @@ def step_cases() -> list[Case]:
         ("v5e-1", "sdxl", IMAGE),
     ]
     cases += [(*other, "ours", way, {}) for other in others for way in MODES]
-    cases += [
-        (*other, cache_row.EIGHT_BITS, BOUND, {"linear": find_topology(other[0]).chip.narrow})
-        for other in (wan, others[0], others[2])
-    ]
-    cases += [
-        (
-            *other,
-            cache_row.sparse_variant(sparsity),
-            BOUND,
-            {"attention_sparsity": sparsity, "attention_sparse_below": 1000},
-        )
-        for other in (wan, others[2], ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P))
-        for sparsity in cache_row.SPARSITIES
-    ]
+    for other in (wan, others[0], others[2]):
+        cases.append((*other, cache_row.EIGHT_BITS, BOUND, {"linear": find_topology(other[0]).chip.narrow}))
+    for other in (wan, others[2], ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P)):
+        for sparsity in cache_row.SPARSITIES:
+            config = {"attention_sparsity": sparsity, "attention_sparse_below": 1000}
+            cases.append((*other, cache_row.sparse_variant(sparsity), BOUND, config))
     return [_step(*case) for case in cases]
 
 
@@ -162,6 +153,11 @@ def vae_cases() -> list[Case]:
     plain JAX ("nnx").
     """
     hunyuan = ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P, "bfloat16")
+    on_v6e = [(81, "ours", "decode"), (81, "ours", "encode"), (81, "nnx", "decode")]
+    on_v6e += [(49, "ours", entry) for entry in ("decode", "encode")]
+    cogvideox = [("v6e-8", *case) for case in on_v6e]
+    # Frames of a guide, which has 4 and 8, and no room for 16; nor is there for 17.
+    cogvideox += [("v6e-1", frames, "ours", entry) for frames in (5, 9) for entry in ("decode", "encode")]
     cases = [
         *(
             (topology, "wan2.1-t2v-14b", VIDEO_720P, dtype, variant)
@@ -171,19 +167,8 @@ def vae_cases() -> list[Case]:
         ),
         *((*hunyuan, variant) for variant in ("ours", "ours, in tiles", "nnx")),
         *(
-            ("v6e-8", COGVIDEOX_VIDEO_TO_VIDEO, {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", variant, entry)
-            for frames, variant, entry in (
-                (81, "ours", "decode"),
-                (81, "ours", "encode"),
-                (81, "nnx", "decode"),
-                (49, "ours", "decode"),
-                (49, "ours", "encode"),
-            )
-        ),
-        *(
-            ("v6e-1", COGVIDEOX_VIDEO_TO_VIDEO, {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", "ours", entry)
-            for frames in (5, 9)  # of a guide, which has 4 and 8, and no room for 16; nor is there for 17
-            for entry in ("decode", "encode")
+            (topology, COGVIDEOX_VIDEO_TO_VIDEO, {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", variant, entry)
+            for topology, frames, variant, entry in cogvideox
         ),
         ("v6e-1", "ltx-video", LTX, "bfloat16", "ours"),
     ]
@@ -300,15 +285,15 @@ def ready_cases() -> list[Case]:
 
 def compile_cases() -> list[Case]:
     """Ahead-of-time compilation of a run's programs into an empty store."""
-    model, size = "wan2.1-t2v-14b", {"height": 720, "width": 1280, "num_frames": 81}
+    work = {"model": "wan2.1-t2v-14b", "topology": "v6e-8"}
 
     def ask() -> dict:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            made = ahead.make(request_of(model, "v6e-8", arguments=size), Path(folder))
+            made = ahead.make(request_of(**work, arguments=VIDEO_720P), Path(folder))
         return {**made, "seconds": time.perf_counter() - start}
 
-    return [Case({"model": model, "topology": "v6e-8", **size}, None, ask)]
+    return [Case({**work, **VIDEO_720P}, None, ask)]
 
 
 def load_cases() -> list[Case]:

@@ -10,6 +10,8 @@ import functools
 from dataclasses import dataclass, field
 from unittest import mock
 
+from .cases import VIDEO_720P
+
 
 @dataclass(frozen=True)
 class Published:
@@ -59,78 +61,27 @@ def as_theirs():
         yield
 
 
-WAN = {"height": 720, "width": 1280, "num_frames": 81}
 COG = {"height": 640, "width": 1280, "num_frames": 61, "guidance_scale": 1.0}
-STOCK = {"attention": "splash", "attention_blocks": [3328, 2816, 256]}
 EXP2 = {"attention": "online", "attention_blocks": [3328, 2816, 256]}
+SPLASH = {**EXP2, "attention": "splash"}
+SPLASH_3024 = {"attention": "splash", "attention_blocks": [3024, 2048, 1024]}
+SPLASH_2048 = {"attention": "splash", "attention_blocks": [2048, 1024, 512]}
+WAN, COGVIDEOX = "wan2.1-t2v-14b", "cogvideox1.5-5b"
+GUIDE = "gpu-tpu-pedia, Wan on TPU guide: profiler, "
+PAGE = "gpu-tpu-pedia, CogVideoX README (640x1280, 61 frames, no guidance)"
+STEPS = "gpu-tpu-pedia, Wan 2.1 optimisation guide (3 steps, progress bar)"
+WHOLE = "gpu-tpu-pedia, Wan2.1 README (229.29 s / 50, text and VAE included)"
+SHARE = f"{GUIDE}40 calls of 43.93 ms are 66.8 % of a step"
 
 PUBLISHED = (
     Published(
-        "splash kernel, 5 heads of Wan 720p",
-        "v6e-1",
-        0.04393,
-        "gpu-tpu-pedia, Wan on TPU guide: profiler, 43.93 ms a call",
+        "splash kernel, 5 heads of Wan 720p", "v6e-1", 0.04393, f"{GUIDE}43.93 ms a call", config=SPLASH_3024,
         attention=(1, 5, 75600, 75776, 128),
-        config={"attention": "splash", "attention_blocks": [3024, 2048, 1024]},
     ),
-    Published(
-        "Wan 2.1 14B, stock splash",
-        "v6e-8",
-        6.26,
-        "gpu-tpu-pedia, Wan 2.1 optimisation guide (3 steps, progress bar)",
-        "wan2.1-t2v-14b",
-        WAN,
-        (2, 1, 4),
-        STOCK,
-    ),
-    Published(
-        "Wan 2.1 14B, exp2 kernel",
-        "v6e-8",
-        5.35,
-        "gpu-tpu-pedia, Wan 2.1 optimisation guide (3 steps, progress bar)",
-        "wan2.1-t2v-14b",
-        WAN,
-        (2, 1, 4),
-        EXP2,
-    ),
-    Published(
-        "Wan 2.1 14B, exp2 kernel, 50 steps",
-        "v6e-8",
-        4.59,
-        "gpu-tpu-pedia, Wan2.1 README (229.29 s / 50, text and VAE included)",
-        "wan2.1-t2v-14b",
-        WAN,
-        (2, 4, 1),
-        EXP2,
-    ),
-    Published(
-        "Wan 2.1 14B, stock splash",
-        "v6e-16",
-        2.63,
-        "gpu-tpu-pedia, Wan on TPU guide: profiler, 40 calls of 43.93 ms are 66.8 % of a step",
-        "wan2.1-t2v-14b",
-        WAN,
-        (2, 8, 1),
-        {"attention": "splash", "attention_blocks": [3024, 2048, 1024]},
-    ),
-    Published(
-        "CogVideoX1.5 5B, stock splash",
-        "v6e-1",
-        3.38,
-        "gpu-tpu-pedia, CogVideoX README (640x1280, 61 frames, no guidance)",
-        "cogvideox1.5-5b",
-        COG,
-        (1, 1, 1),
-        {"attention": "splash", "attention_blocks": [2048, 1024, 512]},
-    ),
-    Published(
-        "CogVideoX1.5 5B, exp2 kernel",
-        "v6e-1",
-        2.73,
-        "gpu-tpu-pedia, CogVideoX README (640x1280, 61 frames, no guidance)",
-        "cogvideox1.5-5b",
-        COG,
-        (1, 1, 1),
-        EXP2,
-    ),
-)
+    Published("Wan 2.1 14B, stock splash", "v6e-8", 6.26, STEPS, WAN, VIDEO_720P, (2, 1, 4), SPLASH),
+    Published("Wan 2.1 14B, exp2 kernel", "v6e-8", 5.35, STEPS, WAN, VIDEO_720P, (2, 1, 4), EXP2),
+    Published("Wan 2.1 14B, exp2 kernel, 50 steps", "v6e-8", 4.59, WHOLE, WAN, VIDEO_720P, (2, 4, 1), EXP2),
+    Published("Wan 2.1 14B, stock splash", "v6e-16", 2.63, SHARE, WAN, VIDEO_720P, (2, 8, 1), SPLASH_3024),
+    Published("CogVideoX1.5 5B, stock splash", "v6e-1", 3.38, PAGE, COGVIDEOX, COG, (1, 1, 1), SPLASH_2048),
+    Published("CogVideoX1.5 5B, exp2 kernel", "v6e-1", 2.73, PAGE, COGVIDEOX, COG, (1, 1, 1), EXP2),
+)  # fmt: skip

@@ -11,6 +11,7 @@ VAES = "bench.vae_row:answer"
 AS_THEIRS = "bench.calibration:as_theirs"
 DENOISERS = ["transformer", "transformer_2", "unet", "controlnet"]
 IMAGE = {"height": 1024, "width": 1024}
+VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
 LTX = {"height": 512, "width": 768, "num_frames": 121}
 
 

@@ -1,6 +1,7 @@
 """Cost of checking a module before each of its calls, measured on this machine's processor with modules on the meta device."""
 
 import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -22,7 +23,7 @@ def answer(model: str) -> dict:
     Args:
         model: "linear-1000" for a module of a thousand submodules, or a published model, whose denoiser is checked.
     """
-    module = _thousand() if model.startswith("linear") else _denoiser(model)
+    module = _thousand() if model == "linear-1000" else build(configuration_of(model), torch.bfloat16).transformer
     start = time.perf_counter()
     state = read(module)
     reading = time.perf_counter() - start
@@ -41,16 +42,7 @@ def _thousand() -> torch.nn.Module:
         return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(MODULES - 1)))
 
 
-def _denoiser(model: str) -> torch.nn.Module:
-    return build(configuration_of(model), torch.bfloat16).transformer
-
-
 def _least(look: Callable[[], bool]) -> float:
     """Returns the seconds of the quickest of `TIMES` checks, as other load only adds to them."""
-    seconds = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        unchanged = look()
-        seconds.append(time.perf_counter() - start)
-        assert unchanged
-    return min(seconds)
+    assert look()
+    return min(timeit.repeat(look, number=1, repeat=TIMES))
