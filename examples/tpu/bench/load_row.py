@@ -27,12 +27,8 @@ from diffusers.tpu.chips.figures import GIB, MIB
 from . import run_module, versions
 
 
-MODEL = {
-    "num_attention_heads": 16,
-    "attention_head_dim": 128,
-    "ffn_dim": 8192,
-    "num_layers": 32,
-}  # 4.1 GiB in bfloat16
+# 4.1 GiB in bfloat16.
+MODEL = {"num_attention_heads": 16, "attention_head_dim": 128, "ffn_dim": 8192, "num_layers": 32}
 SHARD_BYTES = GIB
 ROUNDS = 5
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc's
@@ -76,38 +72,17 @@ def _kept_folder() -> tempfile.TemporaryDirectory:
 @functools.cache
 def made_checkpoint(model: tuple) -> Path:
     """Returns a folder with configuration, shards and index of a Wan transformer of this configuration, with random values."""
-    from safetensors.torch import save_file
-
     from diffusers import WanTransformer3DModel
 
     folder = Path(_kept_folder().name) / f"model-{abs(hash(model))}"
     with torch.device("meta"):
-        transformer = WanTransformer3DModel(**dict(model))
-    transformer.save_config(folder)
-    shards, held = [{}], 0
-    for name, tensor in transformer.state_dict().items():
-        held += 2 * tensor.numel()
-        if held > SHARD_BYTES and shards[-1]:
-            shards.append({})
-            held = 2 * tensor.numel()
-        shards[-1][name] = tuple(tensor.shape)
+        transformer = WanTransformer3DModel(**dict(model)).bfloat16()
     noise = 0.02 * torch.randn(1 << 22).bfloat16()
-    files = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"diffusion_pytorch_model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: noise.new_empty(shape) for name, shape in shard.items()}
-        for tensor in tensors.values():
-            for some in tensor.view(-1).split(len(noise)):
-                some.copy_(noise[: len(some)])
-        save_file(tensors, folder / file, {"format": "pt"})
-        files.update(dict.fromkeys(shard, file))
-    index = {"metadata": {"total_size": 2 * sum(map(_size, shards))}, "weight_map": files}
-    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    for weight in transformer.to_empty(device="cpu").parameters():
+        for some in weight.data.view(-1).split(len(noise)):
+            some.copy_(noise[: len(some)])
+    transformer.save_pretrained(folder, max_shard_size=SHARD_BYTES)
     return folder
-
-
-def _size(shard: dict[str, tuple[int, ...]]) -> int:
-    return sum(torch.Size(shape).numel() for shape in shard.values())
 
 
 def _in_a_process(folder: Path, chips: int, rounds: int, settings: dict[str, str]) -> dict:
