@@ -118,32 +118,18 @@ def is_of(row: dict, named: dict | None) -> bool:
 
 def records() -> dict[str, Record]:
     """Returns all records by name, the cheap ones first."""
-    made = {
-        "check": of_bench("check"),
-        "cache": of_bench("cache"),
-        "host": of_bench("host"),
-        "ready": of_bench("ready"),
-        "compile": of_bench("compile"),
-        "load": of_bench("load"),
-        "compare": Record(("compare-wan-shapes.json",), compared),
-        "demo": Record(("red-circle-right.png",), demonstrated),
-        "step": of_bench("step"),
-        "run": of_bench("run"),
-        "attention": of_bench("attention"),
-        "gradients": of_bench("gradients"),
-    }
+    made = {name: of_bench(name) for name in ("check", "cache", "host", "ready", "compile", "load")}
+    made["compare"] = Record(("compare-wan-shapes.json",), compared)
+    made["demo"] = Record(("red-circle-right.png",), demonstrated)
+    made |= {name: of_bench(name) for name in ("step", "run", "attention", "gradients")}
     for name, asked in PLANS.items():
         rows = functools.partial(rows_of_plan, *asked)
         made[name] = Record((f"{name}.json",), lambda stand, asked=asked: planned(*asked), rows)
     made["pages"] = Record(tuple(f"{name}.html" for name in PLANS), paged, made_of=None)
     made["picture"] = Record((f"{PICTURED}.png",), pictured, made_of=picture_of)
-    made |= {"vae": of_bench("vae"), "calibration": of_bench("calibration")}
-    return made | {
-        "models": of_bench("models"),
-        "train": of_bench("train"),
-        "sweep": of_bench("sweep", "attention-sweep.json"),
-        "mutants": Record((), mutants, made_of=None),
-    }
+    made |= {name: of_bench(name) for name in ("vae", "calibration", "models", "train")}
+    made["sweep"] = of_bench("sweep", "attention-sweep.json")
+    return made | {"mutants": Record((), mutants, made_of=None)}
 
 
 def of_bench(kind: str, name: str | None = None) -> Record:

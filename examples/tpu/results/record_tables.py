@@ -162,17 +162,7 @@ def _train(rows: list[dict]) -> list[str]:
 
 def _run(rows: list[dict]) -> list[str]:
     """A row for each run with all heads bounded, and its seconds with all heads online."""
-    head = (
-        "model and size",
-        "slice",
-        "text encoders",
-        "steps",
-        "VAE",
-        "a run",
-        "online",
-        "compilation",
-        "a first run",
-    )
+    head = "model and size | slice | text encoders | steps | VAE | a run | online | compilation | a first run"
     online = {(row["model"], row["topology"]): row for row in rows if row["way"] == MODES[-1]}
     lines = []
     for row in rows:
@@ -186,7 +176,7 @@ def _run(rows: list[dict]) -> list[str]:
         if row["compile_seconds"]:
             before = (span(row["compile_seconds"]), span(row["first_run_seconds"], row["first_run_slower"]))
         lines.append((work_of(row), row["topology"], *parts, *whole, *before))
-    return [*markdown(head, lines), "", f"In seconds. Not counted: {rows[0]['not_counted']}."]
+    return [*markdown(head.split(" | "), lines), "", f"In seconds. Not counted: {rows[0]['not_counted']}."]
 
 
 def _attention(rows: list[dict]) -> list[str]:
@@ -284,33 +274,21 @@ def _load(rows: list[dict]) -> list[str]:
     head = ("chips", "seconds", "GB/s", "of dd's", "dd, GB/s", "first, s", "host, MiB")
     lines = []
     for row in rows:
-        rates = (
-            f"{row['bytes_per_second'] / 1e9:.2f}",
-            f"{row['of_dd']:.2f}",
-            f"{row['dd_bytes_per_second'] / 1e9:.2f}",
-        )
-        others = (f"{row['first_seconds']:.1f}", f"{row['host_peak_mib']:.0f}")
-        lines.append((str(row["chips"]), f"{row['seconds']:.2f}", *rates, *others))
+        ours, dd = (row[name] / 1e9 for name in ("bytes_per_second", "dd_bytes_per_second"))
+        figures = (f"{x:.2f}" for x in (row["seconds"], ours, row["of_dd"], dd))
+        lines.append((str(row["chips"]), *figures, f"{row['first_seconds']:.1f}", f"{row['host_peak_mib']:.0f}"))
     return markdown(head, lines)
 
 
 def _few(plan: dict) -> list[str]:
-    head = (
-        "model and size",
-        "slice",
-        "mesh",
-        "steps",
-        "a step, s",
-        "text encoder and VAE, modelled, s",
-        "whole run, s",
-    )
+    head = "model and size | slice | mesh | steps | a step, s | text encoder and VAE, modelled, s | whole run, s"
     steps, size, step = plan["steps"], plan["call"], plan["by_way"][BOUND]
     others = plan["seconds_total"] - steps * step["seconds"]["total"]
     mesh = ", ".join(map(str, plan["mesh"].values()))
     whole = span(plan["seconds_total"], others + steps * step["slower"])
     work = work_of({"model": plan["model"], **size})
     seconds = (span(step["seconds"]["total"], step["slower"]), span(others), whole)
-    return markdown(head, [(work, plan["topology"], mesh, str(steps), *seconds)])
+    return markdown(head.split(" | "), [(work, plan["topology"], mesh, str(steps), *seconds)])
 
 
 TABLES = {

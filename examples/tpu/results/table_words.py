@@ -1,5 +1,8 @@
 """Shared by the tables: names of models, sizes, seconds, and Markdown."""
 
+from collections.abc import Sequence
+
+
 MODELS = {
     "wan2.1-t2v-14b": "Wan 2.1 14B",
     "wan2.1-i2v-14b-720p": "Wan 2.1 14B image-to-video",
@@ -44,7 +47,7 @@ def significant(seconds: float) -> str:
     return f"{seconds:.4g}"
 
 
-def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def markdown(head: Sequence[str], rows: list[tuple[str, ...]]) -> list[str]:
     """Returns the lines of a table in Markdown."""
     first, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, *rows))
     return [first, "|" + "---|" * len(head), *rest]
