@@ -12,7 +12,6 @@ Seconds are those of a step, the median of the second half. `host`: gradients ar
 
 import functools
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from value_inputs import Case, drawn, floating, placed, recorded
-from value_runs import TRUE_FLOAT32, enter_path, main, where, write_row
+from value_runs import TRUE_FLOAT32, begin, enter_path, main, where
 
 
 RECORD = Path(__file__).with_name("training-at-size.json")
@@ -51,26 +50,15 @@ CASES = {
 
 def run(name: str, case: Training, out: Path, small: bool):
     """Appends a line of JSON to `out` for each stage."""
-    os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # upstream's torch, till it is done
-    import torch
-
-    on_gpu, began = torch.cuda.is_available(), time.perf_counter()
-    os.environ["JAX_PLATFORMS"] = "cuda,cpu" if on_gpu else "cpu"
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.manual_seed(0)
-    say = functools.partial(write_row, out, case=name + "-small" * small, started=began)
+    on_gpu, say = begin(name, out, small)
     steps = 4 if small else case.steps
     _, args, kwargs, narrow, model = recorded(case.case, "cuda" if on_gpu else "cpu", small)
     _made_trainable(model, case.rank)
     loop = functools.partial(_loop, model, case, args, kwargs, narrow)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     first = {name: p.detach().cpu().clone() for name, p in trained.items()}
-    say(
-        stage="built",
-        parameters=sum(p.numel() for p in model.parameters()),
-        trained=sum(p.numel() for p in trained.values()),
-    )
+    parameters, of_trained = (sum(p.numel() for p in some) for some in (model.parameters(), trained.values()))
+    say(stage="built", parameters=parameters, trained=of_trained)
     losses, seconds = loop(steps)
     changes = {name: p.detach().cpu() - first[name] for name, p in trained.items()}
     say(stage="upstream", losses=losses, seconds=seconds)

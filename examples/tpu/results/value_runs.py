@@ -51,19 +51,28 @@ def main(
     return "\n".join(failed) or None
 
 
-def run(name: str, case: Case, out: Path, small: bool):
-    """Appends a line of JSON to `out` for each stage."""
-    os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # upstream's torch, till it is done
+def begin(name: str, out: Path, small: bool, tries: bool = False) -> tuple[bool, Callable]:
+    """Turns upstream's torch on, in true float32; returns whether there is a GPU, and `write_row` for this case.
+
+    Args:
+        tries: whether XLA tries algorithms, which takes a minute for each program in float32, and gigabytes.
+    """
+    os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # till it is done
     import torch
 
-    on_gpu, began = torch.cuda.is_available(), time.perf_counter()
+    on_gpu = torch.cuda.is_available()
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if on_gpu else "cpu"
-    # Trying algorithms takes a minute for each program in float32, and gigabytes.
-    if case.component == "transformer" or case.gradients:
+    if not tries:
         os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    say = functools.partial(write_row, out, case=name + "-small" * small, started=began)
+    return on_gpu, functools.partial(write_row, out, case=name + "-small" * small, started=time.perf_counter())
+
+
+def run(name: str, case: Case, out: Path, small: bool):
+    """Appends a line of JSON to `out` for each stage."""
+    on_gpu, say = begin(name, out, small, tries=case.component != "transformer" and not case.gradients)
+    import torch
 
     pipe, args, kwargs, narrow, module = recorded(case, "cuda" if on_gpu else "cpu", small)
     facts = {"parameters": sum(p.numel() for p in module.parameters()), "inputs": _shapes((args, kwargs))}

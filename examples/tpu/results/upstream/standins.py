@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 INTERNAL = "hf-internal-testing"
 QWEN = f"{INTERNAL}/tiny-random-Qwen2VLForConditionalGeneration"
 TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 PRINTABLE = [chr(code) for code in range(33, 127)]
 
 
@@ -36,12 +37,6 @@ def snapshot(hub: Path, name: str) -> Path:
     return folder
 
 
-def byte_symbols() -> list[str]:
-    """Returns the symbols of bytes in byte-level BPE: the byte if printable, else a character from 256 on."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    return [chr(byte) for byte in sorted(shown)] + [chr(256 + n) for n in range(256 - len(shown))]
-
-
 def numbered(tokens) -> dict[str, int]:
     return {token: number for number, token in enumerate(dict.fromkeys(tokens))}
 
@@ -51,7 +46,7 @@ def words_as_tokens(words: list[str]) -> tuple[dict, list]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=20000, min_frequency=1, show_progress=False, special_tokens=[], initial_alphabet=byte_symbols()
+        vocab_size=20000, min_frequency=1, show_progress=False, special_tokens=[], initial_alphabet=BYTES
     )
     tokenizer.train_from_iterator([text for word in words for text in (word, f" {word}")], trainer)
     model = json.loads(tokenizer.to_str())["model"]
@@ -69,8 +64,7 @@ def t5():
 
 def clip():
     """Returns a CLIP tokenizer of bytes, whose last two tokens begin and end a text."""
-    symbols = byte_symbols()
-    vocabulary = numbered([*symbols, *(f"{c}</w>" for c in symbols), "<|startoftext|>", "<|endoftext|>"])
+    vocabulary = numbered([*BYTES, *(f"{c}</w>" for c in BYTES), "<|startoftext|>", "<|endoftext|>"])
     return tf.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
 
 
