@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +70,8 @@ def _marking(cls: type, entry: str, upstream: set[str]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in [*((c, "__call__") for c in {*_callable(nnx.Module)}), (cls, entry)]:
-            method = getattr(owner, name)
-            setattr(owner, name, marked(method, owner is cls))
-            stack.callback(setattr, owner, name, method)
+            method = marked(getattr(owner, name), owner is cls)
+            stack.enter_context(mock.patch.object(owner, name, method))
         yield
 
 

@@ -11,6 +11,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -59,15 +60,12 @@ def assuming(answer: bool) -> Iterator["Obstacles"]:
     """A context in which traces continue past obstacles, with `answer` for truth values."""
     env = environment()
     obstacles = Obstacles(env, answer)
-    before = [(name, getattr(Tensor, name)) for name in WHOLE]
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, Decisions, "decide", Decisions.decide)
-        Decisions.decide = lambda self, array: None  # what a run would decide by a small input stops a trace too
-        env.dispatch = obstacles.dispatch
-        stack.callback(delattr, env, "dispatch")
-        for name, method in before:
-            stack.callback(setattr, Tensor, name, method)
-            setattr(Tensor, name, obstacles.read_whole(name, method))
+    with (
+        # What a run would decide by a small input stops a trace too.
+        mock.patch.object(Decisions, "decide", lambda self, array: None),
+        mock.patch.object(env, "dispatch", obstacles.dispatch),
+        mock.patch.multiple(Tensor, **{name: obstacles.read_whole(name, getattr(Tensor, name)) for name in WHOLE}),
+    ):
         yield obstacles
 
 
