@@ -140,20 +140,47 @@ def at_least_one(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
             parser.error(f"expected --{name} of 1 or more, got {getattr(args, name)}")
 
 
-def check_output(parser: argparse.ArgumentParser, flag: str, name: str):
-    """Ends the process with status 2 where `name` is no mp4 file in a folder that exists."""
-    path = Path(name)
+def add_video(
+    parser: argparse.ArgumentParser, steps: int, fps: int, seed: int = 0, output: str = "--output", file="output.mp4"
+):
+    """Adds the flags that all scripts that make a video have, those of `add` among them.
+
+    Args:
+        steps, fps, seed, file: defaults.
+        output: the name of the flag for the file.
+    """
+    add_argument = parser.add_argument
+    add_argument("--negative_prompt", default="")
+    add_argument("--num_inference_steps", type=int, default=steps)
+    add_argument("--fps", type=int, default=fps)
+    add_argument("--seed", type=int, default=seed)
+    add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_argument("--num_iterations", type=int, default=2, help="runs of the same call, the first of which compiles")
+    add_argument(output, default=file, dest="output", help="the video of the last run")
+    add(parser)
+
+
+def checked_video(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, output: str = "--output"
+) -> tuple[TPUConfig, Target]:
+    """Returns what `checked` does, after checking the flags of `add_video`, height and width too."""
+    found = checked(parser, args, args.num_inference_steps)
+    at_least_one(parser, args, "num_iterations")
+    path = Path(args.output)
     if path.suffix != ".mp4" or not path.absolute().parent.is_dir():
-        parser.error(f"expected {flag} of an mp4 in a folder that is there, got {name}")
+        parser.error(f"expected {output} of an mp4 in a folder that is there, got {args.output}")
+    if (args.height is None) != (args.width is None):
+        parser.error("expected --height and --width together, or neither for the model's own size, got one")
+    return found
 
 
-def make_video(pipe, call: dict, args: argparse.Namespace, output: str):
+def make_video(pipe, call: dict, args: argparse.Namespace):
     """Runs the same call `args.num_iterations` times, prints the seconds of each, and writes the video of the last.
 
     Args:
         call: arguments of the pipeline's call, but for its generator.
-        args: also `num_inference_steps`, `seed`, `fps`, and `profile`: a folder for a trace of steps of the last call, or None.
-        output: the mp4 file, written as a whole or not at all.
+        args: flags of `add_video`; `profile`: a folder for a trace of steps of the last call, or None; `output`: the mp4 file,
+            written as a whole or not at all.
     """
     profiled = range(FIRST_PROFILED, min(FIRST_PROFILED + PROFILED_STEPS, args.num_inference_steps))
     for number in range(1, args.num_iterations + 1):
@@ -169,9 +196,9 @@ def make_video(pipe, call: dict, args: argparse.Namespace, output: str):
         rest = f", {seconds - len(steps) * step:.2f} s outside of steps" if number > 1 else " with compilation"
         print(f"run {number}: {seconds:.2f} s{rest}, {step:.3f} s a step after the first")
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")  # else imageio forks, which JAX warns of
-    with whole_files([Path(output)]) as (draft,):
+    with whole_files([Path(args.output)]) as (draft,):
         export_to_video(frames, str(draft), fps=args.fps)
-    print(f"wrote {output}")
+    print(f"wrote {args.output}")
     if args.profile:
         print(f"traced steps {profiled.start + 1} to {profiled.stop} into {args.profile}")
 

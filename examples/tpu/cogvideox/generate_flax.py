@@ -25,31 +25,20 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model_id", default=MODEL)
     add("--prompt", default="A paper lantern drifts down a river at dusk, fireflies around it.")
-    add("--negative_prompt", default="")
-    add("--num_inference_steps", type=int, default=50)
     add("--width", type=int, help="with --height (default: as the model says)")
     add("--height", type=int, help="with --width (default: as the model says)")
     add("--frames", type=int, help="default: as the model says")
-    add("--fps", type=int, default=16)
     add("--guidance_scale", type=float, default=6.0, help="up to 1 for none")
     add("--use_dynamic_cfg", action="store_true", help="guidance that grows from step to step")
-    add("--seed", type=int, default=0)
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--disable_vae_tiling", action="store_true", help="the VAE decodes the map as a whole")
-    add("--num_iterations", type=int, default=2, help="runs of the same call, the first of which compiles")
-    add("--output", default="output.mp4", help="the video of the last run")
-    flags.add(parser)
+    flags.add_video(parser, steps=50, fps=16)
     return parser
 
 
 def main():
     parser = make_parser()
     args = parser.parse_args()
-    config, target = flags.checked(parser, args, args.num_inference_steps)
-    flags.at_least_one(parser, args, "num_iterations")
-    flags.check_output(parser, "--output", args.output)
-    if (args.height is None) != (args.width is None):
-        parser.error("expected --height and --width together, or neither for the model's own size, got one")
+    config, target = flags.checked_video(parser, args)
     flags.checked_class(parser, args.model_id, CogVideoXPipeline, "CogVideoX, text-to-video")
 
     pipe = CogVideoXPipeline.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))
@@ -59,7 +48,7 @@ def main():
     print(f"{where(pipe, target)}; attention {config.attention}")
 
     call = {name: getattr(args, name) for name in PASSED} | {"num_frames": args.frames, "output_type": "np"}
-    flags.make_video(pipe, call, args, args.output)
+    flags.make_video(pipe, call, args)
 
 
 if __name__ == "__main__":

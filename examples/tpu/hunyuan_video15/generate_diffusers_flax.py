@@ -19,6 +19,7 @@ import flags  # noqa: E402
 
 
 MODEL = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_"
+OUTPUT = "--output_path"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,30 +27,19 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model_id", help=f"default: {MODEL}t2v, with --image {MODEL}i2v")
     add("--prompt", default='A shop window at night, above it "OPEN" in neon letters.')
-    add("--negative_prompt", default="")
-    add(
-        "--image",
-        help="the first frame, a file or an address: image-to-video, the video as large as the model makes it",
-    )
+    image = "the first frame, a file or an address: image-to-video, the video as large as the model makes it"
+    add("--image", help=image)
     add("--num_frames", type=int, default=61)
-    add("--num_inference_steps", type=int, default=30)
     add("--guidance_scale", type=float, help="of the model's guider, up to 1 for none (default: as the model says)")
-    add("--seed", type=int, default=42)
     add("--height", type=int, help="with --width (default: as the model says)")
     add("--width", type=int, help="with --height (default: as the model says)")
     add("--disable_vae_tiling", action="store_true", help="the VAE decodes the map as a whole, split over the chips")
-    add("--num_iterations", type=int, default=2, help="runs of the same call, the first of which compiles")
-    add("--output_path", default="output_flax.mp4", help="the video of the last run")
-    add("--fps", type=int, default=24)
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    flags.add(parser)
+    flags.add_video(parser, steps=30, fps=24, seed=42, output=OUTPUT, file="output_flax.mp4")
     return parser
 
 
 def pipeline_of(parser: argparse.ArgumentParser, args: argparse.Namespace, model: str) -> type:
     """Returns the pipeline that the model's `model_index.json` names; ends the process with status 2 for flags that do not fit it."""
-    if (args.height is None) != (args.width is None):
-        parser.error("expected --height and --width together, or neither for the model's own size, got one")
     if args.image is not None and args.height is not None:
         parser.error("expected no --height and --width with --image, got them: the size follows the picture's")
     classes = HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline
@@ -64,9 +54,7 @@ def pipeline_of(parser: argparse.ArgumentParser, args: argparse.Namespace, model
 def main():
     parser = make_parser()
     args = parser.parse_args()
-    config, target = flags.checked(parser, args, args.num_inference_steps)
-    flags.at_least_one(parser, args, "num_iterations")
-    flags.check_output(parser, "--output_path", args.output_path)
+    config, target = flags.checked_video(parser, args, OUTPUT)
     model = args.model_id or MODEL + ("t2v" if args.image is None else "i2v")
     cls = pipeline_of(parser, args, model)
 
@@ -80,7 +68,7 @@ def main():
 
     call = {name: getattr(args, name) for name in ("prompt", "negative_prompt", "num_frames", "num_inference_steps")}
     call |= {"image": load_image(args.image)} if args.image else {"height": args.height, "width": args.width}
-    flags.make_video(pipe, call, args, args.output_path)
+    flags.make_video(pipe, call, args)
 
 
 if __name__ == "__main__":

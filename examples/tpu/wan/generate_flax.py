@@ -24,28 +24,19 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model_id", default="Wan-AI/Wan2.1-T2V-14B-Diffusers")
     add("--prompt", default="A cat and a dog baking a cake together in a kitchen.")
-    add("--negative_prompt", default="")
-    add("--num_inference_steps", type=int, default=50)
     add("--width", type=int, default=1280)
     add("--height", type=int, default=720)
     add("--frames", type=int, default=81)
-    add("--fps", type=int, default=16)
     add("--guidance_scale", type=float, default=5.0)
     add("--flow_shift", type=float, default=5.0, help="of the scheduler: 5 for 720p, 3 for 480p")
-    add("--seed", type=int, default=0)
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--num_iterations", type=int, default=2, help="runs of the same call, the first of which compiles")
-    add("--output", default="output.mp4", help="the video of the last run")
-    flags.add(parser)
+    flags.add_video(parser, steps=50, fps=16)
     return parser
 
 
 def main():
     parser = make_parser()
     args = parser.parse_args()
-    config, target = flags.checked(parser, args, args.num_inference_steps)
-    flags.at_least_one(parser, args, "num_iterations")
-    flags.check_output(parser, "--output", args.output)
+    config, target = flags.checked_video(parser, args)
     flags.checked_class(parser, args.model_id, Upstream, "Wan, text-to-video")
 
     from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline
@@ -58,7 +49,7 @@ def main():
     print(f"{where(pipe, target)}; attention {config.attention}{differs}")
 
     call = {name: getattr(args, name) for name in PASSED} | {"num_frames": args.frames}
-    flags.make_video(pipe, call, args, args.output)
+    flags.make_video(pipe, call, args)
 
 
 if __name__ == "__main__":
