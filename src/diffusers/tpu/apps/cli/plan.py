@@ -20,13 +20,8 @@ from .output import check_folder, say, table, write_json
 
 def _asked(options, rest: list[str]) -> dict:
     """Arguments of `planner.request_of` for both commands, without model, slice and mesh."""
-    return {
-        "dtype": options.dtype,
-        "batch": options.batch,
-        "arguments": numbers(options, rest),
-        "tiling": options.tiling,
-        "config": config_of(options),
-    }
+    plain = {name: getattr(options, name) for name in ("dtype", "batch", "tiling")}
+    return {**plain, "arguments": numbers(options, rest), "config": config_of(options)}
 
 
 def run(options, rest: list[str]) -> int:

@@ -109,15 +109,9 @@ def bind(host: str, port: int) -> socket.socket:
 def run(pipe, settings: Settings, bound: socket.socket, told) -> None:
     """Serve until SIGTERM or SIGINT, then return; no thread of the server is left."""
     service = Service(pipe, settings)
-    config = uvicorn.Config(
-        service.app,
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        server_header=False,
-        limit_concurrency=settings.limits.connections,
-        timeout_graceful_shutdown=5,
-    )
+    said = {"log_level": "warning", "access_log": False, "server_header": False}
+    limits = {"limit_concurrency": settings.limits.connections, "timeout_graceful_shutdown": 5}
+    config = uvicorn.Config(service.app, ws="none", **said, **limits)
     with contextlib.ExitStack() as stack:
         stack.callback(service.end)
         for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn handles them, they end the start
