@@ -52,12 +52,6 @@ def parameters(name: str) -> dict:
     return values
 
 
-def has_command(name: str) -> bool:
-    """Whether `diffusers-tpu` has it."""
-    (commands,) = (action for action in make_parser()._actions if action.dest == "command")
-    return name in commands.choices
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_are_valid_without_outputs_and_name_published_models(name):
     book = notebook(name)
@@ -153,7 +147,7 @@ def freeze(python: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_run_whole_and_leave_the_images_packages_alone(name, wheels, tree, tmp_path, monkeypatch):
-    """On Colab's image uv is there, on Kaggle's it is not. The cells of `check` are left out where there is no such command."""
+    """On Colab's image uv is there, on Kaggle's it is not."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # caches of uv and of compiled programs
     python = make_image(name, tmp_path, wheels)
@@ -179,8 +173,6 @@ def test_notebooks_run_whole_and_leave_the_images_packages_alone(name, wheels, t
     book = nbformat.from_dict(notebook(name))
     (cell,) = tagged(book, "parameters")
     cell.source = "\n".join(f"{key} = {given.get(key, SHAPES)!r}" for key in parameters(name) if key.isupper())
-    if not has_command("check"):
-        book.cells = [cell for cell in book.cells if cell not in tagged(book, "check")]
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(book, timeout=1800, kernel_name="image", resources=resources).execute()
     assert freeze(python) == before
