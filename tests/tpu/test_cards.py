@@ -61,16 +61,6 @@ def run(hub, tmp_path, monkeypatch, chips):
     return run
 
 
-def check(run, card: cards.Card, script: str):
-    """The script with the path against the same without."""
-    draws = [distances(run, card, script)]
-    (own, error), *_ = draws
-    if own > SAME and error > allowed(own):
-        draws += [distances(run, card, script) for _ in range(MORE_SEEDS)]
-        own, error = np.sqrt(np.mean(np.square(draws), axis=0))
-    assert error <= allowed(own)
-
-
 def allowed(own: float) -> float:
     return LOW_PRECISION_FACTOR * own + ROUNDING if own > SAME else SAME
 
@@ -87,25 +77,14 @@ def distances(run, card: cards.Card, script: str) -> tuple[float, float]:
     return own, error
 
 
+@pytest.mark.parametrize("float32", [False, slow(True)])
 @pytest.mark.parametrize("card", [card if card in FAST else slow(card) for card in CARDS], ids=lambda card: card.name)
-def test_cards(run, card):
-    check(run, card, card.script())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_cards_in_float32(run, card):
-    """Half precision hides errors of its own size; the same scripts in float32 hide none."""
-    check(run, card, cards.in_float32(card.script()))
-
-
-def test_scripts_are_read_from_docstrings_as_python():
-    names = {card.name: card for card in CARDS}
-    assert len(names) == len(CARDS) >= 30
-    for card in CARDS:
-        compile(card.script(), card.name, "exec")
-        assert set(cards.repositories(card.script())) & set(MAKERS)
-    text = "\n".join(card.script() for card in CARDS)
-    for idiom in ('.to("cuda")', 'Generator("cuda")', "enable_model_cpu_offload", "torch.float16", 'variant="fp16"'):
-        assert idiom in text
-    assert '"cuda"' not in cards.without_path(text) and "float16" not in cards.without_path(text, float32=True)
+def test_cards(run, card, float32):
+    """The script with the path against the same without. Half precision hides errors of its own size; in float32 it hides none."""
+    script = cards.in_float32(card.script()) if float32 else card.script()
+    draws = [distances(run, card, script)]
+    (own, error), *_ = draws
+    if own > SAME and error > allowed(own):
+        draws += [distances(run, card, script) for _ in range(MORE_SEEDS)]
+        own, error = np.sqrt(np.mean(np.square(draws), axis=0))
+    assert error <= allowed(own)
