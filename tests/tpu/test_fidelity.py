@@ -13,8 +13,8 @@ from diffusers.tpu.pipelines.components import modules_of
 SEED = 5
 
 
-def call(steps: int = 2) -> dict:
-    return tiny.arguments("wan", height=16, width=32, num_inference_steps=steps, generator=None)
+def call() -> dict:
+    return tiny.arguments("wan", height=16, width=32, num_inference_steps=2, generator=None)
 
 
 def test_float32_agrees_and_a_changed_weight_does_not(chips):
@@ -32,13 +32,6 @@ def test_float32_agrees_and_a_changed_weight_does_not(chips):
     assert [row.ok for row in changed[:4]] == [True, False, True, True]
     assert changed[1].error == pytest.approx(1e-3, rel=0.2)
     assert tpu.pipelines.pipeline.installation(reference.pipe) is tpu.pipelines.pipeline.installation(pipe) is None
-
-
-@pytest.mark.slow
-def test_bfloat16_is_held_to_upstreams_own_error(chips):
-    (row, *_), *rest = fidelity.compare_each(tiny.wan(), [(1, 1, 1)], [torch.bfloat16], call(1), SEED)
-    assert not rest and row.module == "text_encoder" and row.dtype == "bfloat16"
-    assert 1e-3 < row.upstream_error < 2e-2 and row.limit == 1.25 * row.upstream_error and row.ok
 
 
 def test_casting_keeps_what_from_pretrained_keeps_in_float32(tmp_path):
@@ -93,5 +86,8 @@ def test_the_shipped_model_on_every_mesh(chips, root):
             rows += found
     drawn = [row for row in rows if row.module == "pipeline" and row.dtype == "bfloat16"]
     assert len(rows) == 4 * 2 * 5 * 5 and not [row for row in rows if not (row.ok or row in drawn)]
+    narrow = [row for row in rows if row.dtype == "bfloat16"]
+    assert all(row.limit == 1.25 * row.upstream_error for row in narrow)
+    assert all(1e-4 < row.upstream_error < 0.1 for row in narrow if row.module == "text_encoder")
     for mesh in {row.mesh for row in drawn}:
         assert np.mean([row.error / row.upstream_error for row in drawn if row.mesh == mesh]) < 1.25, mesh
