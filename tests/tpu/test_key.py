@@ -20,7 +20,11 @@ import torch
 import diffusers.tpu
 from conftest import ROOT, programs_of, relative, start_draws, table
 from diffusers import Flux2Transformer2DModel
-from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2KVAttnProcessor,
+    Flux2KVCache,
+    Flux2KVParallelSelfAttnProcessor,
+)
 from diffusers.tpu.compile.state import key
 
 
@@ -211,7 +215,7 @@ def test_a_tensor_that_a_call_writes_into_is_the_callers(chips):
 
 
 def test_a_cache_that_is_filled_again_is_the_same_program(chips):
-    """FLUX.2 klein's keys and values of reference images."""
+    """FLUX.2 klein's keys and values of reference images, an object of upstream's that is given back with its tensors."""
     theirs = Flux2Transformer2DModel(
         in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=32, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
@@ -230,6 +234,7 @@ def test_a_cache_that_is_filled_again_is_the_same_program(chips):
             "guidance": torch.ones(1), "return_dict": False,
         }  # fmt: skip
         found, cache = model(image[n], img_ids=places(9), kv_cache_mode="extract", num_ref_tokens=3, **given)
+        assert type(cache) is Flux2KVCache and cache.num_ref_tokens == 3
         later = {"hidden_states": image[n, :, 3:], "img_ids": places(6), "kv_cache_mode": "cached", "kv_cache": cache}
         found = [found.clone(), model(**given, **later)[0].clone()]
         cache.double_block_caches[0].k_ref = cache.double_block_caches[0].k_ref * 2
