@@ -167,13 +167,8 @@ def test_a_model_left_in_training_mode_drops_what_upstreams_drops():
         made.text_encoder_2.train()
         made.to(device)
         torch.manual_seed(5)
-        given = {
-            "num_inference_steps": 1,
-            "height": 16,
-            "width": 16,
-            "max_sequence_length": 8,
-            "output_type": "latent",
-        }
+        given = {"num_inference_steps": 1, "height": 16, "width": 16, "max_sequence_length": 8}
+        given["output_type"] = "latent"
         latents.append([made(prompt, **given).images for prompt in ("a red circle", "a blue circle", "a red circle")])
     theirs, ours = latents
     assert relative(theirs[2], theirs[0]) > 1e-3
@@ -202,8 +197,9 @@ def test_attention_backends_of_packages_for_gpus(pipe, said, monkeypatch):
 
 @idiom("float16")
 def test_float16_weights_are_told_of_bfloat16_once(said):
-    tiny.pixart().to("cuda", torch.bfloat16)
-    assert not said
+    pipe = tiny.pixart().to("cuda", torch.bfloat16)
+    assert pipe.transformer._tpu_runner.place().arrays["proj_out.weight"].dtype == "bfloat16" and not said
+    assert pipe.to(torch.float32).transformer.proj_out.weight.dtype == torch.float32
     given, theirs = inputs(), tiny.pixart().transformer
     made = tiny.pixart().to(torch.float16).to("cuda")
     half = {name: given[name].half() for name in ("hidden_states", "encoder_hidden_states")}
