@@ -63,18 +63,6 @@ def flow(scheduler, latents):
     return (1 - sigma) * latents + sigma * noise, noise, scheduler.timesteps[which], sigma, weight
 
 
-def text_to_image(pipe):
-    pipe.vae.requires_grad_(False), pipe.text_encoder.requires_grad_(False)
-    scheduler, ids = DDPMScheduler.from_config(pipe.scheduler.config), tokens(pipe.tokenizer)
-
-    def loss(pixels):
-        noisy, noise, when = noised(scheduler, encoded(pipe.vae, pixels))
-        guess = pipe.unet(noisy, when, pipe.text_encoder(ids)[0], return_dict=False)[0]
-        return mse_loss(guess.float(), noise.float())
-
-    return [adapted(pipe.unet)], loss
-
-
 def dreambooth_sdxl(pipe):
     """Of the text encoders too."""
     pipe.vae.requires_grad_(False)
@@ -106,17 +94,12 @@ def dreambooth_flux(pipe):
         latents = encoded(pipe.vae, pixels)
         noisy, noise, when, _, weight = flow(scheduler, latents)
         _, channels, height, width = latents.shape
-        guess = pipe.transformer(
-            hidden_states=pipe._pack_latents(noisy, BATCH, channels, height, width),
-            timestep=when / 1000,
-            guidance=torch.full((BATCH,), 3.5) if pipe.transformer.config.guidance_embeds else None,
-            pooled_projections=pooled,
-            encoder_hidden_states=text,
-            txt_ids=text_ids,
-            img_ids=pipe._prepare_latent_image_ids(BATCH, height // 2, width // 2, "cpu", torch.float32),
-            joint_attention_kwargs={"scale": next(scales)},
-            return_dict=False,
-        )[0]
+        packed = pipe._pack_latents(noisy, BATCH, channels, height, width)
+        ids = pipe._prepare_latent_image_ids(BATCH, height // 2, width // 2, "cpu", torch.float32)
+        guidance = torch.full((BATCH,), 3.5) if pipe.transformer.config.guidance_embeds else None
+        given = {"timestep": when / 1000, "guidance": guidance, "joint_attention_kwargs": {"scale": next(scales)}}
+        given |= {"pooled_projections": pooled, "encoder_hidden_states": text, "txt_ids": text_ids, "img_ids": ids}
+        guess = pipe.transformer(hidden_states=packed, **given, return_dict=False)[0]
         guess = pipe._unpack_latents(guess, height * scale, width * scale, scale)
         return (weight * (guess.float() - (noise - latents)) ** 2).mean()
 
@@ -218,7 +201,6 @@ def run(pipe, begin, between=lambda step: None) -> tuple[list[float], list[torch
     [
         ("flux", dreambooth_flux, (1, 4, 2)),
         ("control", controlnet, (2, 2, 1)),
-        slow("sd", text_to_image, (1, 4, 1)),
         slow("sdxl", dreambooth_sdxl, (2, 2, 2)),
         slow("sd3", dreambooth_sd3, (1, 4, 2)),
         slow("cogvideox_15", cogvideox, (1, 4, 2)),
