@@ -7,6 +7,7 @@ from pathlib import Path
 import imageio
 import numpy as np
 import PIL.Image
+import requests
 
 
 @functools.cache
@@ -28,23 +29,11 @@ def clip(address: str) -> bytes:
     return imageio.mimwrite("<bytes>", frames, format=kind, **settings)
 
 
-class Answer:
-    """What `requests.get` returns."""
-
-    status_code = 200
-
-    def __init__(self, content: bytes):
-        self.content, self.raw = content, io.BytesIO(content)
-
-    def raise_for_status(self): ...
-
-    def iter_content(self, chunk_size: int = 8192):
-        yield self.content
-
-
-def get(url, *args, **kwargs):
-    address = url.split("?")[0]
-    return Answer(clip(address) if address.endswith((".mp4", ".gif")) else picture(address))
+def get(url, *args, **kwargs) -> requests.Response:
+    address, answer = url.split("?")[0], requests.Response()
+    content = clip(address) if address.endswith((".mp4", ".gif")) else picture(address)
+    answer.status_code, answer.raw = 200, io.BytesIO(content)
+    return answer
 
 
 def canny(image, low: float, high: float):
