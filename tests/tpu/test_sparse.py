@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention_masks import attention_formula
 from conftest import relative, slow
 from denoisers import built, inputs
 from diffusers import tpu
@@ -39,9 +40,7 @@ def test_a_query_sees_the_tiles_that_are_nearest(kernel, latents, tokens, paddin
     mask = Mask(keys=keys, whole=tokens, nearest=near)
     found = KERNELS[kernel](*map(jnp.asarray, (q, k, v)), scale=0.125, mask=mask)
     seen = np.asarray(near.seen_by(jnp.arange(length)[:, None], jnp.arange(length)))[own][:, own] & shown[own]
-    scores = np.where(seen, 0.125 * np.einsum("bntd,bnsd->bnts", q[:, :, own].astype(float), k[:, :, own]), -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    wanted = np.einsum("bnts,bnsd->bntd", weights / weights.sum(-1, keepdims=True), v[:, :, own].astype(float))
+    wanted, _ = attention_formula(*(x[:, :, own] for x in (q, k, v)), 0.125, Mask(dense=seen[None, None]))
     assert relative(np.asarray(found)[:, :, own], wanted) < 1e-6
     assert seen[tokens:].all(0)[:tokens].all() and (seen[:tokens, :tokens].mean() < 0.75)
 
