@@ -16,10 +16,7 @@ from laying import lay
 LINES = b"".join(b"line %d\n" % n for n in range(1, 21))
 
 
-def a_diff(old: bytes = b"line 9\n", new: bytes = b"line nine\n") -> bytes:
-    return unified.make("pkg/a.py", LINES, LINES.replace(old, new))
-
-
+A_DIFF = unified.make("pkg/a.py", LINES, LINES.replace(b"line 9\n", b"line nine\n"))
 FILES = {"diffusers/__init__.py": b"", "diffusers/a.py": LINES, "diffusers/sub/b.py": b"one\ntwo\nthree\nfour\n"}
 METADATA = b"""Metadata-Version: 2.1
 Name: diffusers
@@ -67,7 +64,7 @@ def make_fork(root, folder):
     """A small fork, laid: two files untouched, one patched, an overlay."""
     shutil.copytree(root / "patches", folder / "patches", ignore=shutil.ignore_patterns("*.patch", "__pycache__"))
     (folder / "patches" / "series").unlink()
-    write_patch(folder, "0001-nine.patch", a_diff().replace(b"src/pkg", b"src/diffusers"))
+    write_patch(folder, "0001-nine.patch", A_DIFF.replace(b"src/pkg", b"src/diffusers"))
     (folder / "src/diffusers/tpu").mkdir(parents=True)
     (folder / "src/diffusers/tpu/__init__.py").write_text("ours = True\n")
     lay(folder, make_wheel(folder, "1.0", FILES))

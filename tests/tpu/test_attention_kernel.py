@@ -4,7 +4,6 @@ The kernel runs in interpret mode, with blocks so small that there are several, 
 a second to compile: calls of `SIZES`, which most tests make, share theirs.
 """
 
-import functools
 import itertools
 
 import jax
@@ -31,20 +30,15 @@ ONLINE = ("online",)
 SIZES = (4, 2, 300, 700, 64)  # heads of queries and keys, queries, keys, head size
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("scale", "blocks", "modes", "smoothing", "tally", "with_lse", "interpret", "generation"),
-    compiler_options=QUICKLY,
-)
-def compiled(q, k, v, mask, **more):
-    return tpu_attention(q, k, v, mask=mask, **more)
+STATIC = ("scale", "blocks", "modes", "smoothing", "tally", "with_lse", "interpret", "generation")
+compiled = jax.jit(tpu_attention, static_argnames=STATIC, compiler_options=QUICKLY)
 
 
 def run(q, k, v, mask=None, *, dtype=jnp.float32, blocks=BLOCKS[0], first_row=0, first_key=0, **more):
     """The kernel's answer in float64: (out, lse) with `with_lse`."""
     more = {"scale": q.shape[-1] ** -0.5, "interpret": True, "blocks": blocks, **more}
     more |= {"first_row": jnp.int32(first_row), "first_key": jnp.int32(first_key)}
-    answer = compiled(*(jnp.asarray(x, dtype) for x in (q, k, v)), mask, **more)
+    answer = compiled(*(jnp.asarray(x, dtype) for x in (q, k, v)), mask=mask, **more)
     return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), answer)
 
 

@@ -45,12 +45,6 @@ def test_the_container_is_of_a_supported_python_not_root_and_exposes_the_servers
     assert words[:2] == ["diffusers-tpu", "serve"] and words[words.index("--port") + 1] == found["EXPOSE"]
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_the_steps_replayed_in_order_without_docker_serve_the_shipped_model(tmp_path):
     needs("gradio", "fastapi")
@@ -91,7 +85,8 @@ def test_the_steps_replayed_in_order_without_docker_serve_the_shipped_model(tmp_
             users.append(words)
     recorded = (tmp_path / "recorded").read_text()
     assert re.search(rf"useradd .*\b{users[0]}$", recorded, re.M) and f"chown {users[0]} {folder}/.cache" in recorded
-    port = str(free_port())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     entry = json.loads(dict(instructions())["ENTRYPOINT"])
     size = ["--sizes", "64x64x9", "--num-inference-steps", "2", "--guidance-scale", "2"]
     env["DIFFUSERS_TPU_TOKEN"] = "token"

@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -122,15 +119,13 @@ assert len(jax_devices(find_target(read_environment()))) == 8
 
 @pytest.mark.idiom("torch-xla", "torchax-import")
 @pytest.mark.slow
-def test_torch_xla_is_left_out_and_torchax_can_be_imported(tmp_path):
+def test_torch_xla_is_left_out_and_torchax_can_be_imported(root, tmp_path, monkeypatch):
     """A stub that cannot be imported stands for torch_xla, in a process that asks for nothing but the path."""
     (tmp_path / "torch_xla").mkdir()
     (tmp_path / "torch_xla" / "__init__.py").write_text("raise RuntimeError('torch_xla is imported')")
     (tmp_path / "torch_xla-2.8.0.dist-info").mkdir()
     (tmp_path / "torch_xla-2.8.0.dist-info" / "METADATA").write_text("Name: torch_xla\nVersion: 2.8.0\n")
-    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "8", "PYTHONPATH": str(tmp_path)}
-    environment.pop("USE_TORCH_XLA", None)
-    command = [sys.executable, "-c", BESIDE_US]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "as it was", done.stderr[-2000:]
-    assert done.stderr.count("torch_xla: on the TPU path") == 1
+    monkeypatch.delenv("USE_TORCH_XLA", raising=False)
+    path = f"{tmp_path}:{root / 'src'}"
+    done = run_python("-c", BESIDE_US, DIFFUSERS_TPU="cpu", DIFFUSERS_TPU_DEVICES="8", PYTHONPATH=path)
+    assert done.stdout.strip() == "as it was" and done.stderr.count("torch_xla: on the TPU path") == 1

@@ -28,8 +28,7 @@ SILENT = run.HEARTBEAT + LIMIT  # the same of one that says nothing
 
 def start(count: int, chips: int, command: list[str], folder: Path, cache: str) -> list[subprocess.Popen]:
     """The processes of a run on loopback; their output is in FOLDER/NUMBER.txt."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     common = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(chips), "DIFFUSERS_TPU_CACHE": cache}

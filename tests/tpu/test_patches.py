@@ -13,7 +13,7 @@ import series
 import unified
 import upstream as store
 from laying import is_overlay
-from small_fork import LINES, a_diff, edit, run_apply
+from small_fork import A_DIFF, LINES, edit, run_apply
 from unified import DiffError
 
 
@@ -63,10 +63,10 @@ UNREADABLE = [
 def test_what_does_not_fit_or_cannot_be_read_is_refused():
     for source, message in MISFITS.values():
         with pytest.raises(DiffError, match=message):
-            unified.parse(a_diff())[0].apply(source)
+            unified.parse(A_DIFF)[0].apply(source)
     for old, new, message in UNREADABLE:
         with pytest.raises(DiffError, match=message):
-            for diff in unified.parse(a_diff().replace(old, new)):
+            for diff in unified.parse(A_DIFF.replace(old, new)):
                 diff.apply(LINES)
     with pytest.raises(DiffError, match="no line of context"):
         unified.parse(unified.make("pkg/a.py", LINES, LINES.replace(b"line 9\n", b""), context=0))
