@@ -143,9 +143,8 @@ def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_m
     kv_heads = 8 if dim == 128 else 4
     operands = draw(2, 8, kv_heads, length, length, dim)
     operands[0] /= 8 * np.sqrt(dim / 8)  # a logit's rounding is an error of the weight, and these keys make large ones
-    operands[1] *= (
-        1 + 30 * np.random.default_rng().random((2, kv_heads, length, 1)) ** 8
-    )  # some keys far from the others
+    # Some keys are far from the others.
+    operands[1] *= 1 + 30 * np.random.default_rng().random((2, kv_heads, length, 1)) ** 8
     assert error(make_mesh(2, 4, 1), operands, ring=ring, local=checking, interpret=True) < TOLERANCE
 
 

@@ -109,9 +109,8 @@ def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch,
         PlacementRequest("stack", aval((4, *stored.shape), None), [tensor, None, short, tensor], True),
     ]
     counted, put = [], transfer.device_put
-    monkeypatch.setattr(
-        transfer, "device_put", lambda values, device: counted.append(values.size) or put(values, device)
-    )
+    noted = lambda values, device: counted.append(values.size) or put(values, device)  # noqa: E731
+    monkeypatch.setattr(transfer, "device_put", noted)
     with Transfer() as some:
         arrays = dict(some.arrays(asked))
     once = 1 if not simulated else 4 if "sp" in spec else 8  # to real chips a part each, which they hand on

@@ -53,9 +53,8 @@ def run(chips, monkeypatch, capsys, tmp_path):
 def written(monkeypatch) -> list:
     """The frames of each video that a script writes."""
     frames, export = [], flags.export_to_video
-    monkeypatch.setattr(
-        flags, "export_to_video", lambda video, *a, **k: frames.append(video) or export(video, *a, **k)
-    )
+    noted = lambda video, *a, **k: frames.append(video) or export(video, *a, **k)  # noqa: E731
+    monkeypatch.setattr(flags, "export_to_video", noted)
     return frames
 
 

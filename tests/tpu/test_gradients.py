@@ -170,14 +170,8 @@ def test_the_script_teaches_the_shipped_model_a_shape(root, tmp_path):
     run_python(models / "draw_clips.py", "diamond", clips, "--count", 48)
     where = ["--model", models / "wan-shapes", "--data", clips, "--output", tmp_path / "out"]
     how = ["--dtype", "float32", "--batch-size", 8, "--learning-rate", 2e-3, "--steps", 300]
-    shown = [
-        "--validation-prompt",
-        "a green diamond moving left",
-        "--validation-steps",
-        16,
-        "--validation-guidance",
-        2,
-    ]
+    shown = ["--validation-prompt", "a green diamond moving left"]
+    shown += ["--validation-steps", 16, "--validation-guidance", 2]
     run_python(root / "examples/tpu/train_lora.py", *where, *how, *shown, DIFFUSERS_TPU="cpu")
     named = run_python(models / "score_wan_shapes.py", tmp_path / "out/validation.mp4").stdout
     assert "green diamond left" in named

@@ -282,11 +282,8 @@ def test_a_pipeline_made_of_an_installed_one_with_a_list_of_controlnets_more(pai
     pipe = made_of(ours, nets).to("cuda")
     assert relative(pictures(pipe, **given), expected) < FP32
     assert pipe._tpu.runners["unet"] is ours._tpu.runners["unet"]
-    other = {
-        **given,
-        "controlnet_conditioning_scale": [random.random() for _ in nets],
-        "control_guidance_end": [0.5, 1.0],
-    }
+    scales = [random.random() for _ in nets]
+    other = {**given, "controlnet_conditioning_scale": scales, "control_guidance_end": [0.5, 1.0]}
     assert relative(pictures(pipe, **other), pictures(made_of(theirs, copy.deepcopy(nets)), **other)) < FP32
     assert programs(pipe.controlnet) == 1 and on_chips(pipe.controlnet) == [True]
     controlnet = pipe.controlnet

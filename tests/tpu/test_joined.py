@@ -21,13 +21,8 @@ from diffusers.tpu.kernels.settings import Settings, using
 pytestmark = pytest.mark.usefixtures("idioms")
 B, L, T, N, D = 2, 16, 40, 4, 8
 C = N * D
-SHAPES = {
-    "text": (B, L, C),
-    "latents": (B, T, C),
-    "weight": (C, C),
-    "norm": (D,),
-    **dict.fromkeys(("cos", "sin"), (L + T, D)),
-}
+SHAPES = {"text": (B, L, C), "latents": (B, T, C), "weight": (C, C), "norm": (D,)}
+SHAPES |= dict.fromkeys(("cos", "sin"), (L + T, D))
 
 
 def compared(lines, degrees, **more):

@@ -92,11 +92,8 @@ def test_blocks_fit_and_keep_the_units_busy(generation):
     for rows in (226, 333, 512, 576, 1024, 1088, 1152):  # padding is no work
         blocks = linear_blocks.choose(rows, 12288, 3072, generation)
         assert blocks is None or round_up(rows, blocks.rows) <= max(linear_blocks.TILE_ROWS, 1.01 * rows)
-    for rows, columns, depth in [
-        (8858, 2432, 9728),
-        (47616, 1792, 7168),
-        (4224, 3840, 10240),
-    ]:  # columns fill whole units of 256
+    # Columns fill whole units of 256.
+    for rows, columns, depth in [(8858, 2432, 9728), (47616, 1792, 7168), (4224, 3840, 10240)]:
         blocks = linear_blocks.choose(rows, columns, depth, "v6e", residual=True)
         assert -(-columns // blocks.columns) * round_up(blocks.columns, 256) < 1.06 * columns
     assert linear_blocks.choose(4096, 1280, 1 << 20, generation) is None
@@ -125,11 +122,8 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
     fits = [0] if degrees == (1, 8, 1) else []
     for number, (x_, w_, b_) in enumerate(refused):
         assert (linear.linear(x_, w_, b_, "", settings) is None) == (number not in fits), number
-    for other in (
-        Settings(),
-        Settings(layers="xla", platform="tpu", generation="v6e"),
-        Settings(layers="kernel", mesh=make_mesh(chips, (1, 4, 2))),
-    ):
+    others = Settings(), Settings(layers="xla", platform="tpu", generation="v6e")
+    for other in (*others, replace(settings, mesh=make_mesh(chips, (1, 4, 2)))):
         assert linear.linear(x, w, b, "", other) is None
 
 

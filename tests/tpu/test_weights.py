@@ -269,9 +269,8 @@ def test_the_second_expert_is_ready_before_the_switch(chips, experts):
 
 def test_a_model_that_no_chip_holds(chips, experts):
     pipe = tpu.install(experts, tpu.TPUConfig(mesh=(1, 2, 1), hbm_gib=1e-5))
-    with pytest.raises(
-        torch.cuda.OutOfMemoryError, match=r"weights of .*2 chips: dp 1, sp 2.*diffusers-tpu plan .* --topology"
-    ):
+    words = r"weights of .*2 chips: dp 1, sp 2.*diffusers-tpu plan .* --topology"
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=words):
         pipe.to("cuda")
     assert not any(parts(pipe, "on_chips").values())
     tpu.uninstall(pipe)
