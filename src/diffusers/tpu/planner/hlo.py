@@ -12,7 +12,10 @@ from functools import cached_property
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "token": 0}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 NO_ESTIMATE = 2**63 - 1  # the compiler's value for a SparseCore's operations
-START = re.compile(r"^  (?:ROOT )?%(\S+) = ")
+START = re.compile(r"^  (?:ROOT )?%\S+ = ")
+INSTRUCTION = re.compile(
+    r"  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)"
+)  # name, shape, opcode, operands, rest
 HEAD = re.compile(r"^(ENTRY )?%(\S+) \(")
 END = re.compile(r'^\}(, execution_thread="\w+")?$')
 
@@ -145,21 +148,6 @@ def parse(text: str) -> Program:
 
 
 def _instruction(line: str) -> Instruction:
-    start = START.match(line)
-    body = re.sub(r"/\*.*?\*/", "", line[start.end() :])
-    end = _closing(body) if body.startswith("(") else body.index(" ")
-    opcode, _, rest = body[end:].lstrip().partition("(")
-    close = _closing("(" + rest) - 1
-    inside = rest[: close - 1]
-    operands = re.findall(r"%([^\s,()]+)", inside) if "%" in inside else [inside.strip()]
-    return Instruction(start[1], opcode, body[:end], operands, rest[close:])
-
-
-def _closing(text: str) -> int:
-    """The position after the bracket that closes the first one."""
-    depth = 0
-    for position, letter in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if depth == 0:
-            return position + 1
-    raise ValueError(f"expected a closing bracket in {text[:80]!r}")
+    name, shape, opcode, inside, rest = INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line)).groups()
+    operands = re.findall(r"%([^\s,]+)", inside) if "%" in inside else [inside.strip()]
+    return Instruction(name, opcode, shape, operands, rest)
