@@ -84,7 +84,7 @@ def attention(
     _, how = _dispatch(settings, *jax.eval_shape(whole, q, k, v))
     _record(how)
     if not isinstance(q, jax.core.Tracer):
-        return _program(settings, scale)(q, k, v, mask)
+        return _program(settings, q, k, v, mask, scale)
     return _named(lambda q, k, v: _attended(settings, q, k, v, mask, scale), mask and mask.nearest)(q, k, v)
 
 
@@ -169,14 +169,7 @@ def _attended(settings: Settings, q, k, v, mask: masks.Mask | None, scale: float
     return run(*operands, mask=left, scale=scale)
 
 
-@functools.lru_cache(maxsize=256)
-def _program(settings: Settings, scale: float):
-    """Jitted attention for calls outside of a trace."""
-
-    def scaled_dot_product_attention(q, k, v, mask):
-        return _attended(settings, q, k, v, mask, scale)
-
-    return jax.jit(scaled_dot_product_attention)
+_program = jax.jit(_attended, static_argnames=("settings", "scale"))  # for calls outside of a trace
 
 
 def _local(settings: Settings, q, k, v, mask):
