@@ -24,9 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..kept import ATTENTION
-from ..pallas import LANES, LOG2_E, SUBLANES, call_kernel, cost, product, round_up
+from ..pallas import LANES, LOG2_E, SUBLANES, call_kernel, cost, product, round_up, vmem_room
 from . import kernel_body
-from .blocks import Blocks, Shape, Tile, vmem_limit
+from .blocks import Blocks, Shape, Tile
 from .kernel import heads_beside_tokens, key_bias, keys_seen, shape_of, states_of, tpu_attention
 from .kernel_body import Call
 from .masks import Mask
@@ -114,7 +114,7 @@ def blocks_of(shape: Shape) -> Blocks:
 def chunk_of(blocks: Blocks, shape: Shape, generation: str | None) -> int:
     """Blocks of queries in a chunk, whose dq stays in VMEM: chunks are as few as fit, and equal."""
     fixed, per_block = _vmem_bytes(blocks, shape)
-    room = (vmem_limit(generation) - fixed) // per_block
+    room = (vmem_room(generation) - fixed) // per_block
     if room < 1:
         raise ValueError(f"expected heads whose gradients fit VMEM, got head size {max(shape.dim, shape.out_dim)}")
     count = pl.cdiv(shape.q_len, blocks.queries)
@@ -190,11 +190,9 @@ def attention_gradients(
         parallel=2,
         work=cost(q, k, v, of_out, q, k, v, flops=2 * work * (3 * dim + 2 * shape.out_dim), transcendentals=work),
         interpret=interpret,
-        vmem_bytes=vmem_limit(generation),
+        vmem_bytes=vmem_room(generation),
         scalars=scalars,
-        scratch={
-            "column": pltpu.VMEM((SUBLANES if mask.keys is None else blocks.keys, LANES), jnp.float32),
-        },
+        scratch={"column": pltpu.VMEM((SUBLANES if mask.keys is None else blocks.keys, LANES), jnp.float32)},
     )
     of_k, of_v = (
         results[name].sum(0).reshape(batch, call.kv_heads, -1, *results[name].shape[2:]).sum(2)

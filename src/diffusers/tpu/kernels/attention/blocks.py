@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from ...chips.figures import MIB, chip_of
-from ..pallas import LANES, round_up
+from ..pallas import LANES, round_up, vmem_room
 from .softmax_modes import BOUND, MODES
 
 
@@ -126,11 +126,6 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
     return 2 * operands + state + spilled
 
 
-def vmem_limit(generation: str | None) -> int:
-    """VMEM that a kernel may request: 12 MiB are left to the compiler."""
-    return chip_of(generation).vmem_bytes - 12 * MIB
-
-
 def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, int] | None = None) -> Blocks:
     """The blocks for a shape: `wanted` (`TPUConfig.attention_blocks`), else tuned ones, else the cheapest candidate.
 
@@ -140,9 +135,9 @@ def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, 
     if wanted is None:
         return _tuned().get(tuned_key(shape, generation)) or candidates(shape, generation)[0]
     blocks = _wanted(shape, generation, wanted)
-    if vmem_bytes(blocks, shape) > vmem_limit(generation):
+    if vmem_bytes(blocks, shape) > vmem_room(generation):
         raise ValueError(
-            f"expected attention blocks that fit {vmem_limit(generation) / MIB:.0f} MiB of VMEM on {generation}, got"
+            f"expected attention blocks that fit {vmem_room(generation) / MIB:.0f} MiB of VMEM on {generation}, got"
             f" {wanted}, which take {vmem_bytes(blocks, shape) / MIB:.0f} MiB; use smaller ones, or None"
         )
     return blocks
@@ -203,7 +198,7 @@ def candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
                 break
             for queries in range(piece, max(piece, min(longest, round_up(shape.q_len, piece))) + 1, piece):
                 blocks = Blocks(queries, keys, piece, bound, online)
-                if vmem_bytes(blocks, shape) > vmem_limit(generation):
+                if vmem_bytes(blocks, shape) > vmem_room(generation):
                     break
                 found.append((_price(blocks, shape), astuple(blocks)[:3], blocks))
     if not found:
