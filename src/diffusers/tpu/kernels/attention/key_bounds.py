@@ -22,8 +22,8 @@ from .softmax_modes import SMALLEST
 
 LARGEST = 126.0  # largest exponent of a sum
 BLOCK_ROWS = 512
-TILE_ROWS = 256  # of one head, in registers
-TILE_ROWS_OF_SMALL_HEADS, MOST_COLUMNS = 256, 1280  # of one product
+TILE_ROWS = 256  # in registers, of one head or of one product
+MOST_COLUMNS = 1280  # of one product
 LEAST_ROWS = 1024  # with fewer rows XLA is no slower
 
 
@@ -146,7 +146,7 @@ def key_norms(
     heads, dim = centre.shape[1:]
     width = width_of(heads, dim)
     small, parts = width != dim, 2 if k.dtype == jnp.bfloat16 else 3
-    tile_rows, lanes = (TILE_ROWS_OF_SMALL_HEADS, LANES) if small else (TILE_ROWS, width)
+    lanes = LANES if small else width
 
     def kernel(r):
         @pl.when(pl.program_id(1) == 0)
@@ -157,10 +157,10 @@ def key_norms(
         first = pl.program_id(1) * BLOCK_ROWS
         last = r.own[0] if hasattr(r, "own") else tokens
 
-        @pl.loop(0, BLOCK_ROWS // tile_rows)
+        @pl.loop(0, BLOCK_ROWS // TILE_ROWS)
         def _(n):
-            rows = pl.ds(pl.multiple_of(n * tile_rows, tile_rows), tile_rows)
-            there = first + n * tile_rows + lax.broadcasted_iota(jnp.int32, (tile_rows, 1), 0) < last
+            rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
+            there = first + n * TILE_ROWS + lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0) < last
             there = there & (r.seen[rows, :] != 0) if hasattr(r, "seen") else there
             for place in range(columns // width):
                 of_heads = slice(place * width, (place + 1) * width)
