@@ -26,6 +26,7 @@ from .pallas import (
     SUBLANES,
     call_kernel,
     cost,
+    in_steps,
     layer_of_stack,
     product,
     vmem_room,
@@ -127,8 +128,7 @@ def tpu_linear(
         first, last = (w[:own, :], w[own:, :]) if turned else (w[:, :own], w[:, own:])
         return product(r.x[at, :], first, 0 if turned else 1) + product(r.y[at, :], last, 0 if turned else 1)
 
-    def tile(r, n):
-        at = pl.ds(pl.multiple_of(n * blocks.tile, blocks.tile), blocks.tile)
+    def tile(r, at):
         if scales is None:
             result = of_inputs(r, at, r.w)
         else:
@@ -146,7 +146,7 @@ def tpu_linear(
         r.o[at, :] = result
 
     return call_kernel(
-        lambda r: pl.loop(0, blocks.rows // blocks.tile)(functools.partial(tile, r)),
+        lambda r: in_steps(blocks.rows, blocks.tile, functools.partial(tile, r)),
         "linear_kernel",
         (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
         operands,

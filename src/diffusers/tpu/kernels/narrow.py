@@ -5,6 +5,7 @@
 so that (x w^T)[m, n] ~ (values w_values^T)[m, n] * scale[m] * w_scale[n], summed in int32 or float32.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ..chips.figures import chip_of
-from .pallas import LANES, call_kernel, cost
+from .pallas import LANES, call_kernel, cost, in_steps
 from .settings import Settings
 
 
@@ -49,8 +50,7 @@ def tpu_narrowed(x: Float[Array, "B M K"], kind: str, *, interpret: bool = False
     batch, rows, depth = x.shape
     dtype, _ = TYPES[kind]
 
-    def tile(r, n):
-        at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
+    def tile(r, at):
         r.values[at, :], r.scale[at, :] = narrowed(r.x[at, :].astype(jnp.float32), kind)
 
     def block(columns: int) -> pl.BlockSpec:
@@ -61,7 +61,7 @@ def tpu_narrowed(x: Float[Array, "B M K"], kind: str, *, interpret: bool = False
         "scale": (jax.ShapeDtypeStruct((batch, rows, 1), jnp.float32), block(1)),
     }
     found = call_kernel(
-        lambda r: pl.loop(0, ROWS // TILE_ROWS)(lambda n: tile(r, n)),
+        lambda r: in_steps(ROWS, TILE_ROWS, functools.partial(tile, r)),
         "narrow_kernel",
         (batch, pl.cdiv(rows, ROWS)),
         {"x": (x, block(depth))},

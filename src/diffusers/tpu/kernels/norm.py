@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .pallas import LANES, call_kernel, cost, with_gradients_of
+from .pallas import LANES, call_kernel, cost, in_steps, with_gradients_of
 from .rows import rows_over_mesh, whole_lanes
 from .settings import Settings
 
@@ -108,9 +108,7 @@ def _by_kernel(x, *vectors, eps, centred, interpret, **how):
     block_rows = min(tiles, pl.cdiv(tokens, TILE_ROWS)) * TILE_ROWS
     parts = [slice(at, min(at + LANES, width)) for at in range(0, width, LANES)]
 
-    def tile(r, n):
-        rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
-
+    def tile(r, rows):
         def read(part):
             return r.x[rows, part].astype(jnp.float32)
 
@@ -128,5 +126,5 @@ def _by_kernel(x, *vectors, eps, centred, interpret, **how):
     outputs = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), spec)}
     work = {"parallel": 2, "work": cost(x, x, flops=10 * x.size), "interpret": interpret}
     grid = batch, pl.cdiv(tokens, block_rows)
-    run = lambda r: pl.loop(0, block_rows // TILE_ROWS)(functools.partial(tile, r))  # noqa: E731
+    run = lambda r: in_steps(block_rows, TILE_ROWS, functools.partial(tile, r))  # noqa: E731
     return call_kernel(run, "norm_kernel", grid, operands, outputs, **work)["o"]

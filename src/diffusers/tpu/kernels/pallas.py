@@ -1,6 +1,7 @@
 """What the Pallas kernels share: sizes of registers, a call with references by name, its cost, gradients, a product, a layout."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import jax
@@ -63,6 +64,11 @@ def call_kernel(
         name=name,
     )(*scalars.values(), *(x for x, _ in operands.values()))
     return dict(zip(outputs, results))
+
+
+def in_steps(length: int, step: int, run: Callable):
+    """`run` on slices of `step` in a loop, which keeps code short."""
+    pl.loop(0, length // step)(lambda n: run(pl.ds(pl.multiple_of(n * step, step), step)))
 
 
 def vmem_room(generation: str | None) -> int:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .norm import Norm, inverse_of, mean_of
-from .pallas import LANES, added_up, call_kernel, cost, with_gradients_of
+from .pallas import LANES, added_up, call_kernel, cost, in_steps, with_gradients_of
 from .rows import rows_over_mesh
 from .settings import Settings
 
@@ -185,8 +185,7 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
             part = part - (mean_of([part]) if per_head else mean)
         return part * (inverse_of([part], eps) if per_head else inverse)
 
-    def tile(r, n):
-        rows = pl.ds(pl.multiple_of(n * tile_rows, tile_rows), tile_rows)
+    def tile(r, rows):
         heads = [slice(h, h + lanes) for h in range(0, width, lanes)]
         mean = inverse = None
         if not per_head:
@@ -212,9 +211,7 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
                 part = part * cos + jnp.where(first, -after, before) * sin
             r.o[rows, head] = part.astype(x.dtype)
 
-    def kernel(r):
-        pl.loop(0, block_rows // tile_rows)(functools.partial(tile, r))
-
+    run = lambda r: in_steps(block_rows, tile_rows, functools.partial(tile, r))  # noqa: E731
     spec = pl.BlockSpec((None, block_rows, width), lambda *at: (at[b], at[t], 0))
     vector = pl.BlockSpec((1, width), lambda *at: (0, 0))
     table = pl.BlockSpec((block_rows, max(dim, lanes)), lambda *at: (at[t], 0))
@@ -227,4 +224,4 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
     operands |= {"scale": (one, of_rows) for one in scale}
     outputs = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), spec)}
     how = {"parallel": 2, "work": cost(x, x, *tables, flops=10 * x.size), "interpret": interpret}
-    return call_kernel(kernel, "rotary_kernel", grid, operands, outputs, **how)["o"]
+    return call_kernel(run, "rotary_kernel", grid, operands, outputs, **how)["o"]

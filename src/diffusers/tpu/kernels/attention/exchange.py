@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from ...chips.devices import QUEUED_BY
 from ..kept import exchanged
-from ..pallas import LANES, ROWS, by_token, call_kernel, cost
+from ..pallas import LANES, ROWS, by_token, call_kernel, cost, in_steps
 from ..settings import current
 from .key_bounds import KeyBounds
 
@@ -382,13 +382,12 @@ def _blocks(tokens: int, row_bytes: int) -> tuple[int, int, int]:
 
 def _turn(x_ref, o_ref):
     """o = x^T, at most `LANES` rows of x at a time."""
-    rows, columns = x_ref.shape
-    step = math.gcd(rows, LANES)
+    rows, _ = x_ref.shape
 
-    @pl.loop(0, rows // step)
-    def _(n):
-        at = pl.ds(pl.multiple_of(n * step, step), step)
+    def turn(at):
         o_ref[:, at] = x_ref[at, :].T
+
+    in_steps(rows, math.gcd(rows, LANES), turn)
 
 
 def _call(kernel, name: str, grid, operands: dict, shape, out_spec, interpret) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..pallas import LANES, LOG2_E, SUBLANES, product
+from ..pallas import LANES, LOG2_E, SUBLANES, in_steps, product
 from .blocks import Blocks, Shape
 from .masks import Mask, takes_part
 from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, largest_radius
@@ -178,7 +178,7 @@ def _start(r, call: Call, first_query, kv):
         def turn(queries):
             r.q[:, queries] = r.rows[queries, :].T
 
-        _in_steps(call.blocks.queries, call.turned_at_once, turn)
+        in_steps(call.blocks.queries, call.turned_at_once, turn)
     r.l[...] = jnp.zeros_like(r.l)
     r.acc[...] = jnp.zeros_like(r.acc)
     if len(call.modes) > 1:
@@ -240,12 +240,7 @@ def _start_mode(r, call: Call, kv, mode: str):
             left = left - part.astype(jnp.float32)
 
     if call.folded:
-        _in_steps(call.blocks.queries, call.blocks.tile(mode).queries, fold)
-
-
-def _in_steps(length: int, step: int, run):
-    """`run` on slices of `step` in a loop, which keeps code short."""
-    pl.loop(0, length // step)(lambda n: run(pl.ds(pl.multiple_of(n * step, step), step)))
+        in_steps(call.blocks.queries, call.blocks.tile(mode).queries, fold)
 
 
 def _finish(r, call: Call):
@@ -261,7 +256,7 @@ def _finish(r, call: Call):
             r.lse[:, queries] = jnp.where(empty, -jnp.inf, (r.m[:1, queries] + jnp.log2(l)) / LOG2_E)
 
     if call.in_rows:
-        _in_steps(call.blocks.queries, call.turned_at_once, give)
+        in_steps(call.blocks.queries, call.turned_at_once, give)
     else:
         give(slice(None))
 
@@ -274,7 +269,7 @@ def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):
         r.twice[keys, :] = jnp.concatenate([r.k[keys, :]] * 2, axis=1)
 
     if call.twice and mode != BOUND:
-        _in_steps(blocks.keys, blocks.tile(mode).keys, double)
+        in_steps(blocks.keys, blocks.tile(mode).keys, double)
     if cut:
         _prepare_cut(r, call, first_key)
     piece, keys = blocks.straight(mode, call.shape.kv_len, cut, call.cut_at_end, call.visited is None)
@@ -299,7 +294,7 @@ def _prepare_cut(r, call: Call, first_key):
         r.true_v[:, keys] = jnp.where(key < call.shape.kv_len, v, jnp.zeros_like(v))
 
     if call.ragged:
-        _in_steps(call.blocks.keys, LANES, without_end)
+        in_steps(call.blocks.keys, LANES, without_end)
     lay_out_key_mask(r, call)
 
 
