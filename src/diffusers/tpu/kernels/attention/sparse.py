@@ -62,9 +62,26 @@ class Nearest:
     def tokens(self) -> int:
         return math.prod(self.grid)
 
-    @property
+    @functools.cached_property
     def cell(self) -> tuple[int, int]:
-        return _cell(self.grid, self.tiles_of_keys)
+        """Height and width of a cell: about as many cells along each as tiles along frames; rows of whole registers, if possible."""
+        frames, height, width = self.grid
+        along = self.tiles_of_keys ** (1 / 3)
+
+        def unlike(cell: tuple[int, int]) -> tuple[bool, float]:
+            a, b = cell
+            run = b if b < width else a * b
+            return run % ROWS != 0, abs(math.log(height / a / along)) + abs(math.log(width / b / along))
+
+        divisors = ([n for n in range(1, size + 1) if size % n == 0] for size in (height, width))
+        return min(itertools.product(*divisors), key=unlike)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Positions in the sequence, indexed by position in the order of tiles."""
+        (frames, height, width), (a, b) = self.grid, self.cell
+        places = np.arange(self.tokens).reshape(frames, height // a, a, width // b, b)
+        return places.transpose(1, 3, 0, 2, 4).reshape(-1)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -77,8 +94,24 @@ class Nearest:
         return -(-self.tokens // self.tile[1])
 
     @property
+    @functools.lru_cache(256)
     def tiles(self) -> Tiles:
-        return Tiles(*self.tile, _seen(self))
+        queries, keys = self.tile
+        where = np.stack(np.unravel_index(self.order, self.grid), 1) / np.array(self.grid)  # [T, 3]
+        sizes = np.diff([*range(0, self.tokens, CHUNK), self.tokens])
+        middles = np.add.reduceat(where, np.arange(0, self.tokens, CHUNK)) / sizes[:, None]
+        dt = np.abs(middles[:, None, 0] - middles[None, :, 0])
+        ds = np.hypot(*(middles[:, None, axis] - middles[None, :, axis] for axis in (1, 2)))
+        mass = sizes[:, None] * sizes / ((dt + SOFTENED) * (ds + SOFTENED))
+        mass = np.add.reduceat(mass, np.arange(0, len(mass), queries // CHUNK))
+        mass = np.add.reduceat(mass, np.arange(0, mass.shape[1], keys // CHUNK), 1)
+        mass[np.arange(len(mass)), np.arange(len(mass)) * queries // keys] = np.inf  # its own tile
+        shared = self.tokens % keys != 0
+        if shared:
+            mass[:, -1] = np.inf
+        number = max(1 + shared, round((1 - self.sparsity) * mass.shape[1]))
+        seen = np.sort(np.argsort(-mass, axis=1, kind="stable")[:, :number], axis=1)
+        return Tiles(queries, keys, tuple(map(tuple, seen.tolist())))
 
     @property
     def share(self) -> float:
@@ -108,8 +141,7 @@ class Nearest:
     def seen_by(self, rows: Array, columns: Array) -> Array:
         """Whether queries at positions [T, 1] see keys at positions [S]: [T, S]."""
         tiles, tokens = self.tiles, self.tokens
-        place = np.empty(tokens, np.int32)  # in the order of tiles
-        place[_order(self.grid, self.cell)] = np.arange(tokens)
+        place = np.argsort(self.order)  # in the order of tiles
         table = np.zeros((len(tiles.seen) + 1, self.tiles_of_keys + 1), bool)
         for n, seen in enumerate(tiles.seen):
             table[n, [*seen]] = True
@@ -157,44 +189,3 @@ def by_tiles(local: Callable, q, k, v, mask, **how):
     if q.shape[2] <= stop:
         return out
     return jnp.concatenate([out, local(q[:, :, stop:], k, v, mask=rest, **how)], 2)
-
-
-@functools.lru_cache(256)
-def _cell(grid: tuple[int, int, int], tiles: int) -> tuple[int, int]:
-    """Height and width of a cell: about as many cells along each as tiles along frames; rows of whole registers, if possible."""
-    frames, height, width = grid
-    along = tiles ** (1 / 3)
-
-    def unlike(cell: tuple[int, int]) -> tuple[bool, float]:
-        a, b = cell
-        run = b if b < width else a * b
-        return run % ROWS != 0, abs(math.log(height / a / along)) + abs(math.log(width / b / along))
-
-    divisors = ([n for n in range(1, size + 1) if size % n == 0] for size in (height, width))
-    return min(itertools.product(*divisors), key=unlike)
-
-
-def _order(grid: tuple[int, int, int], cell: tuple[int, int]) -> np.ndarray:
-    """Positions in the sequence, indexed by position in the order of tiles."""
-    (frames, height, width), (a, b) = grid, cell
-    places = np.arange(math.prod(grid)).reshape(frames, height // a, a, width // b, b)
-    return places.transpose(1, 3, 0, 2, 4).reshape(-1)
-
-
-@functools.lru_cache(256)
-def _seen(near: Nearest) -> tuple[tuple[int, ...], ...]:
-    queries, keys = near.tile
-    where = np.stack(np.unravel_index(_order(near.grid, near.cell), near.grid), 1) / np.array(near.grid)  # [T, 3]
-    sizes = np.diff([*range(0, near.tokens, CHUNK), near.tokens])
-    middles = np.add.reduceat(where, np.arange(0, near.tokens, CHUNK)) / sizes[:, None]
-    dt = np.abs(middles[:, None, 0] - middles[None, :, 0])
-    ds = np.hypot(*(middles[:, None, axis] - middles[None, :, axis] for axis in (1, 2)))
-    mass = sizes[:, None] * sizes / ((dt + SOFTENED) * (ds + SOFTENED))
-    mass = np.add.reduceat(mass, np.arange(0, len(mass), queries // CHUNK))
-    mass = np.add.reduceat(mass, np.arange(0, mass.shape[1], keys // CHUNK), 1)
-    mass[np.arange(len(mass)), np.arange(len(mass)) * queries // keys] = np.inf  # its own tile
-    shared = near.tokens % keys != 0
-    if shared:
-        mass[:, -1] = np.inf
-    number = max(1 + shared, round((1 - near.sparsity) * mass.shape[1]))
-    return tuple(tuple(sorted(row.tolist())) for row in np.argsort(-mass, axis=1, kind="stable")[:, :number])
