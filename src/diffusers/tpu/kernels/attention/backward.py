@@ -12,9 +12,7 @@ are float32.
 """
 
 import functools
-import itertools
 import math
-from collections import deque
 
 import jax
 import jax.numpy as jnp
@@ -291,9 +289,9 @@ def run(r, call: Call):
 def _piece(r, call: Call, masked, start, place):
     """One piece of queries, from `start` on in the block, with all its keys, as straight-line code. `place`: where its dq begins.
 
-    Both products of tile t + lag come before the three of tile t: the matrix units work in program order.
+    Both products of tile t + lag come before the three of tile t.
     """
-    blocks, tile, waiting = call.blocks, call.blocks.bound, deque()
+    blocks, tile = call.blocks, call.blocks.bound
 
     def queries_of(t: int, start=start):
         return pl.ds(start + t * tile.queries, tile.queries)
@@ -319,9 +317,4 @@ def _piece(r, call: Call, masked, start, place):
         r.dk[:, keys] += product(r.q[:, queries], of_s, axis=1)
         r.dq[:, there] += product(r.k_turned[:, keys], of_s)
 
-    for t, c in itertools.product(range(blocks.piece // tile.queries), range(blocks.keys // tile.keys)):
-        waiting.append((t, c, *products(t, c)))
-        if len(waiting) > tile.lag:
-            sums(*waiting.popleft())
-    for tile_and_products in waiting:
-        sums(*tile_and_products)
+    kernel_body.each_tile(tile, blocks.piece, blocks.keys, products, sums)

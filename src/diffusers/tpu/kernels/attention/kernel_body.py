@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..pallas import LANES, LOG2_E, SUBLANES, in_steps, product
-from .blocks import Blocks, Shape
+from .blocks import Blocks, Shape, Tile
 from .masks import Mask, takes_part
 from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, largest_radius
 
@@ -307,9 +307,9 @@ def lay_out_key_mask(r, call: Call):
 def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
     """`queries` of the block, from `start` on, with its first `keys`: straight-line code, scores of tile t + lag before values of t.
 
-    The matrix units work in program order. `masked` masks scores; None: no masking.
+    `masked` masks scores; None: no masking.
     """
-    tile, folded, state, waiting = call.blocks.tile(mode), call.folded and mode != BOUND, {}, deque()
+    tile, folded, state = call.blocks.tile(mode), call.folded and mode != BOUND, {}
 
     def queries_of(t: int):
         return pl.ds(start + t * tile.queries, tile.queries)
@@ -355,12 +355,18 @@ def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
             if mode == ONLINE:
                 r.m[:, queries_of(t)] = m
 
+    each_tile(tile, queries, keys, scores, values)
+
+
+def each_tile(tile: Tile, queries: int, keys: int, before, after):
+    """`after(t, c, *before(t, c))` of each tile, `tile.lag` tiles later: the matrix units work in program order."""
+    waiting = deque()
     for t, c in itertools.product(range(queries // tile.queries), range(keys // tile.keys)):
-        waiting.append((t, c, *scores(t, c)))
+        waiting.append((t, c, *before(t, c)))
         if len(waiting) > tile.lag:
-            values(*waiting.popleft())
-    for tile_and_scores in waiting:
-        values(*tile_and_scores)
+            after(*waiting.popleft())
+    for given in waiting:
+        after(*given)
 
 
 def masked_scores(r, call: Call, first_query, first_key, s, queries, keys):
