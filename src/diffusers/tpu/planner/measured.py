@@ -55,7 +55,11 @@ def read_rates(path: str, generations: list[str]) -> dict:
     try:
         report = json.loads(Path(path).read_text())
         rows, chip, simulated, day = (report[name] for name in ("rows", "chip", "simulated", "day"))
-        kernels, links, dispatch = _kernels(rows), _links(rows), _dispatch(rows)
+        # Of kernels the rows "KERNEL [MODE], published SIZE"; of links the lowest share of the bandwidth among the exchanges.
+        of_kernels, of_links = _ratios(rows, KERNELS_STAGE, "s"), _ratios(rows, EXCHANGES_STAGE, "GB/s")
+        kernels = {name.partition(",")[0]: ratio for name, ratio in of_kernels if f", {ROWS} " in name}
+        links = min((ratio for _, ratio in of_links), default=None)
+        dispatch = next((row["measured"] for row in rows if row["name"] == DISPATCH and row["measured"]), 0.0)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"expected --measured FILE, a report of diffusers-tpu check, got {path}: {error!r}"
@@ -73,23 +77,11 @@ def read_rates(path: str, generations: list[str]) -> dict:
     return {"chip": chip, "day": day, "kernels": kernels, "links": links, "dispatch": dispatch}
 
 
-def _numbers(row: dict) -> bool:
-    return all(type(row[name]) in (int, float) and row[name] > 0 for name in ("measured", "expected"))
-
-
-def _kernels(rows: list[dict]) -> dict[str, float]:
-    """Factors by kernel, from rows "KERNEL [MODE], published SIZE" in seconds."""
-    found = [
-        row for row in rows if row["stage"] == KERNELS_STAGE and row["unit"] == "s" and f", {ROWS} " in row["name"]
+def _ratios(rows: list[dict], stage: int, unit: str) -> list[tuple[str, float]]:
+    """(name, measured over expected) of the rows of a stage that have both."""
+    found = [row for row in rows if row["stage"] == stage and row["unit"] == unit]
+    return [
+        (row["name"], row["measured"] / row["expected"])
+        for row in found
+        if all(type(row[name]) in (int, float) and row[name] > 0 for name in ("measured", "expected"))
     ]
-    return {row["name"].partition(",")[0]: row["measured"] / row["expected"] for row in found if _numbers(row)}
-
-
-def _links(rows: list[dict]) -> float | None:
-    """The lowest share of the bandwidth among the exchanges."""
-    found = [row for row in rows if row["stage"] == EXCHANGES_STAGE and row["unit"] == "GB/s" and _numbers(row)]
-    return min((row["measured"] / row["expected"] for row in found), default=None)
-
-
-def _dispatch(rows: list[dict]) -> float:
-    return next((row["measured"] for row in rows if row["name"] == DISPATCH and row["measured"]), 0.0)
