@@ -1,7 +1,7 @@
 """What the Pallas kernels share: sizes of registers, a call with references by name, its cost, gradients, a product, a layout."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import jax
@@ -101,13 +101,17 @@ def product(x, y, axis: int = 0):
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def parts_of(x: Float[Array, "..."], dtype, number: int) -> Iterator[Array]:
+    """So many arrays of this dtype whose sum is x in float32, up to the last one's rounding."""
+    for _ in range(number):
+        part = x.astype(dtype)
+        yield part
+        x = x - part.astype(jnp.float32)
+
+
 def added_up(x: Float[Array, "R W"], ones: Float[Array, "W C"], parts: int = 3):
     """x in float32 times a bfloat16 matrix of zeros and ones. `parts`: how many bfloat16 parts x is split into."""
-    total, left = 0.0, x
-    for _ in range(parts):
-        part = left.astype(jnp.bfloat16)
-        total, left = total + product(part, ones), left - part.astype(jnp.float32)
-    return total
+    return sum(product(part, ones) for part in parts_of(x, jnp.bfloat16, parts))
 
 
 def by_token(x: Float[Array, "B K S D"]) -> Float[Array, "B S K*D"]:

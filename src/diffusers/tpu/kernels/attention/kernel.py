@@ -94,8 +94,7 @@ def tpu_attention(
         )
     if mask is not None and mask.nearest is not None:
         how = {"bounds": bounds, "generation": generation, "smoothing": smoothing, "modes": modes, "tally": tally}
-        how["turned"] = turned
-        return by_tiles(tpu_attention, q, k, v, mask, scale=scale, interpret=interpret, **how)
+        return by_tiles(tpu_attention, q, k, v, mask, scale=scale, interpret=interpret, turned=turned, **how)
     plain = all(x is None for x in (mask, bounds, blocks, wanted, tally, tiles)) and not with_lse
     if plain and (number := short.number_of(q, k)) > 1:
         how = {"generation": generation, "smoothing": smoothing, "modes": modes, "interpret": interpret}

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..pallas import LANES, LOG2_E, SUBLANES, in_steps, product
+from ..pallas import LANES, LOG2_E, SUBLANES, in_steps, parts_of, product
 from .blocks import Blocks, Shape, Tile
 from .masks import Mask, takes_part
 from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, largest_radius
@@ -233,11 +233,9 @@ def _start_mode(r, call: Call, kv, mode: str):
         r.m[...] = jnp.broadcast_to(offset, r.m.shape)
 
     def fold(queries):
-        left, dim = r.q[:, queries].astype(jnp.float32) * call.factor, r.q.shape[0]
-        for n in range(call.folded):
-            part = left.astype(r.q.dtype)
+        wide, dim = r.q[:, queries].astype(jnp.float32) * call.factor, r.q.shape[0]
+        for n, part in enumerate(parts_of(wide, r.q.dtype, call.folded)):
             r.folded[n * dim : (n + 1) * dim, queries] = part
-            left = left - part.astype(jnp.float32)
 
     if call.folded:
         in_steps(call.blocks.queries, call.blocks.tile(mode).queries, fold)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from ..pallas import LANES, SUBLANES, added_up, by_token, call_kernel, cost
+from ..pallas import LANES, SUBLANES, added_up, by_token, call_kernel, cost, parts_of
 from .softmax_modes import SMALLEST
 
 
@@ -94,10 +94,7 @@ def _mean_key(k, seen, total, count, beside) -> Float[Array, "B K 8 D"]:
         wide = others.astype(jnp.float32)
         sums = sums + (wide if seen is None else jnp.where(seen, wide, 0.0)).sum(2)
         count = count + (others.shape[2] if seen is None else seen.sum(2))
-    rows, left = [], sums / count
-    for _ in range(1 if k.dtype == jnp.float32 else 3):
-        rows.append(left.astype(k.dtype))
-        left = left - rows[-1].astype(jnp.float32)
+    rows = [*parts_of(sums / count, k.dtype, 1 if k.dtype == jnp.float32 else 3)]
     rows += [jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))
     return jnp.stack(rows, 2)
 

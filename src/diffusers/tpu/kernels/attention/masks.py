@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..pallas import LANES, round_up
+from ..pallas import LANES, parts_of, round_up
 from . import provenance
 from .sparse import Nearest
 
@@ -164,10 +164,8 @@ def in_scores(q, k, v, mask: Mask | None, scale: float) -> tuple[jax.Array, jax.
     if scale == 0 or queries.dtype != q.dtype or keys.shape[1] not in (1, k.shape[1]):
         return q, k, v, replace(mask, dense=queries * keys, product=None)
     # In the product the lowest numbers would become infinite, and infinity times a factor of zero is NaN.
-    keys, parts = jnp.clip(keys.astype(jnp.float32), -1e36, 1e36) / scale, []
-    for _ in range(1 if k.dtype == jnp.float32 else 3):
-        parts.append(keys.astype(k.dtype))
-        keys = keys - parts[-1].astype(jnp.float32)
+    keys = jnp.clip(keys.astype(jnp.float32), -1e36, 1e36) / scale
+    parts = [*parts_of(keys, k.dtype, 1 if k.dtype == jnp.float32 else 3)]
     further = round_up(q.shape[-1] + len(parts), LANES) - q.shape[-1]
 
     def longer(x, entries):
