@@ -27,13 +27,8 @@ from .runs import Part, PlannedRun, stage_of
 
 TRIED_MESHES = 3
 VERSIONS = ("diffusers", "torch", "torchax", "jax", "libtpu", "transformers")
-FAULTS = (
-    "/jax/",
-    "/torchax/",
-    "/tpu/bridge/",
-    "/tpu/compile/",
-    "/tpu/kernels/",
-)  # files that do not check users' input: an error raised there is a bug
+# Files that do not check users' input: an error raised there is a bug.
+FAULTS = ("/jax/", "/torchax/", "/tpu/bridge/", "/tpu/compile/", "/tpu/kernels/")
 
 
 def answer(request: dict, progress: Callable) -> dict:
@@ -212,9 +207,7 @@ class Planner:
                     return self._part(recorded, runner, compiler)
                 part.refused = error
                 return part
-            self.compiled[program] = (
-                compiled,
-                timing.time_program(compiled, topology.chip, ici.places_of(mesh), self.rates),
-            )
+            timed = timing.time_program(compiled, topology.chip, ici.places_of(mesh), self.rates)
+            self.compiled[program] = compiled, timed
         part.compiled, part.timed = self.compiled[program]
         return part
