@@ -219,6 +219,9 @@ def tpu_convolution(
         scratch[f"in_turns{n}"] = pltpu.VMEM((2 * size, part.stop - part.start), jnp.float32)
     scalars, of_weights = layer_of_stack(layer, (*taps, blocks.features, channels), lambda n: (0, 0, 0, n, 0))
     read = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
+    of_x = pl.BlockSpec(
+        (None, *map(pl.Element, read)), lambda n, i, l, t, *_: (i, l * blocks.lines, t * blocks.frames, 0, 0)
+    )
     out = jax.ShapeDtypeStruct(
         (batch, steps[2] * times * blocks.lines, steps[3] * blocks.frames, longest, features), dtype
     )
@@ -233,13 +236,7 @@ def tpu_convolution(
         "linear_kernel_of_windows",
         steps,
         {
-            "x": (
-                x,
-                pl.BlockSpec(
-                    (None, *map(pl.Element, read)),
-                    lambda n, i, l, t, *_: (i, l * blocks.lines, t * blocks.frames, 0, 0),
-                ),
-            ),
+            "x": (x, of_x),
             "w": (w, of_weights),
             "b": (b, pl.BlockSpec((1, blocks.features), lambda n, *_: (0, n))),
             **added_up,

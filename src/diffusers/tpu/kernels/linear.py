@@ -229,14 +229,9 @@ def _kernel_for(
     None for what the kernel does not support."""
     narrow = isinstance(w, Narrow)
     few = w.shape[0] < LANES and not w.shape[0] % (2 * SUBLANES) and split is None
-    if (
-        not settings.own_layers
-        or len(x.shape) < 2
-        or not (few or whole_lanes(w.shape[0]))
-        or not whole_lanes(w.shape[1])
-    ):
-        return None
-    if (found := rows_over_mesh(x.shape, settings, split is not None)) is None:
+    taken = settings.own_layers and len(x.shape) > 1 and (few or whole_lanes(w.shape[0])) and whole_lanes(w.shape[1])
+    found = rows_over_mesh(x.shape, settings, split is not None) if taken else None
+    if found is None:
         return None
     parts = [1, 1]
     if found.mesh is not None and split is not None:

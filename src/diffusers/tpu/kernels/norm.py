@@ -68,9 +68,8 @@ def normed(
     def run(x, *vectors):
         return found.run(functools.partial(_by_kernel, **how, interpret=settings.interpreted), (x, *vectors), specs)
 
-    return (with_gradients_of(functools.partial(_plainly, **how), run) if settings.differentiable else run)(
-        x, *vectors
-    )
+    run = with_gradients_of(functools.partial(_plainly, **how), run) if settings.differentiable else run
+    return run(x, *vectors)
 
 
 def mean_of(parts: Iterable[Float[Array, "R L"]]) -> Float[Array, "R 1"]:

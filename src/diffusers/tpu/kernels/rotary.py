@@ -26,10 +26,8 @@ from .settings import Settings
 BLOCK_ROWS = 256
 LEAST_ROWS = 256  # of a chip; with fewer the compiler is no slower
 TILE_ROWS = 64  # in registers at once, one head of them
-TILE_ROWS_OF_HEADS = {
-    True: 256,
-    False: 128,
-}  # for a norm per head, by whether a head is smaller than a row of lanes: products have a long latency
+# For a norm per head, by whether a head is smaller than a row of lanes: products have a long latency.
+TILE_ROWS_OF_HEADS = {True: 256, False: 128}
 MOST_LANES = 384  # most lanes after which heads of fewer than 128 entries end at a whole row: four heads of 96
 
 
@@ -94,8 +92,7 @@ def by_kernel(
     table = P(*axes, across)
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart, "scaled": wide}
-    static |= {"rounded": rounded}
-    local = functools.partial(_by_kernel, **static, interpret=settings.interpreted)
+    local = functools.partial(_by_kernel, **static, rounded=rounded, interpret=settings.interpreted)
     specs = found.spec, *(P(across) for _ in vectors), *(table for _ in tables)
 
     def run(x, vectors, tables):
