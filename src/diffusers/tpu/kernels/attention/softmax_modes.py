@@ -11,7 +11,6 @@ The device chooses one per head and block of queries, by a bound on scores (here
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 
 
 BOUND, CENTRED, ONLINE = "bound", "centred", "online"
@@ -35,15 +34,11 @@ class ModeCounter:
         self._blocks: dict[str, Counter] = {}
         self._lock = threading.Lock()  # each chip reports from its own thread
 
-    def of(self, called: str) -> Callable:
-        """A function that counts the mode codes of one chip's call."""
-
-        def add(codes):
-            with self._lock:
-                counts = {mode: int((codes == code).sum()) for mode, code in CODES.items()}
-                self._blocks.setdefault(called, Counter()).update(counts)
-
-        return add
+    def add(self, called: str, codes):
+        """Counts the mode codes of one chip's call."""
+        with self._lock:
+            counts = {mode: int((codes == code).sum()) for mode, code in CODES.items()}
+            self._blocks.setdefault(called, Counter()).update(counts)
 
     def clear(self):
         """Resets all counts."""
