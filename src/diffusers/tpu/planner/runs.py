@@ -183,11 +183,8 @@ class PlannedRun:
     def hbm(self) -> dict[str, float]:
         """GiB of a chip at its peak."""
         fullest, held = self.at_peak
-        sizes = {
-            "weights": sum(held.values()),
-            "activations": fullest.activations,
-            "program": sum(part.program for part in self.parts),
-        }
+        sizes = {"weights": sum(held.values()), "activations": fullest.activations}
+        sizes |= {"program": sum(part.program for part in self.parts)}
         sizes |= {"optimizer": STATES * self.trained} if self.trained else {}
         sizes |= {"peak": sum(sizes.values()), "limit": self.topology.chip.hbm_bytes}
         return {name: size / GIB for name, size in sizes.items()}
@@ -216,8 +213,8 @@ class PlannedRun:
         per_step = by_way[BOUND]["seconds"] if known else dict.fromkeys((*timing.KINDS, "total"))
         flops = sum(part.recorded.count * part.recorded.work.flops_of(part.passes) for part in self.denoise)
         flops /= self.recording.steps
-        chip, (fullest, held) = self.topology.chip, self.at_peak
-        peak_flops = chip.flops * self.topology.devices
+        chip, devices, (fullest, held) = self.topology.chip, self.topology.devices, self.at_peak
+        peak_flops = chip.flops * devices
         compiled = {id(part.compiled): part for part in self.parts if part.compiled is not None}.values()
         return {
             "topology": self.topology.name,
@@ -237,11 +234,6 @@ class PlannedRun:
             "peak_flops": peak_flops,
             "programs": [part.digest for part in self.parts],
             "steps": self.recording.steps,
-            "chip": {
-                "devices": self.topology.devices,
-                "flops": chip.flops,
-                "hbm": chip.hbm_bytes,
-                "stalls": chip.stalls,
-            },
+            "chip": {"devices": devices, "flops": chip.flops, "hbm": chip.hbm_bytes, "stalls": chip.stalls},
             "parts": [part.as_json() for part in self.parts],
         }

@@ -150,13 +150,10 @@ class Planner:
         tried = {mesh: self.plan_on(self.topology, mesh, ("denoise",)) for _, mesh in ranked[:TRIED_MESHES]}
         fitting = [run for run in tried.values() if run.fits] or [*tried.values()]
         best = min(fitting, key=lambda run: run.seconds_per_step)
+        untried = {"seconds_per_step": None, "fits": None}
+        compiled = {mesh: {name: getattr(run, name) for name in untried} for mesh, run in tried.items()}
         ranking = [
-            {
-                "mesh": dict(zip(AXES, mesh)),
-                "guessed_seconds_per_step": guessed,
-                "seconds_per_step": tried[mesh].seconds_per_step if mesh in tried else None,
-                "fits": tried[mesh].fits if mesh in tried else None,
-            }
+            {"mesh": dict(zip(AXES, mesh)), "guessed_seconds_per_step": guessed, **compiled.get(mesh, untried)}
             for guessed, mesh in ranked
         ]
         return self.plan_on(self.topology, best.mesh), ranking
