@@ -179,12 +179,8 @@ def tpu_convolution(
         frame, first = lax.rem(number, blocks.frames), lax.div(number, blocks.frames) * blocks.piece
         position = lax.rem(lax.broadcasted_iota(jnp.int32, (size, 1), 0), line)
         for twin in range(times):
-            of_taps = [first + 1 + reached(i, 1, twin) for i in range(taps[0])]
-            seen = [
-                r.x[pl.ds(at, blocks.piece), frame + j].reshape(size, channels)
-                for at in of_taps
-                for j in range(taps[1])
-            ]
+            of_taps = itertools.product([first + 1 + reached(i, 1, twin) for i in range(taps[0])], range(taps[1]))
+            seen = [r.x[pl.ds(at, blocks.piece), frame + j].reshape(size, channels) for at, j in of_taps]
             y = product(jnp.concatenate(seen, 1), taps_side_by_side(r) if reads_stored else r.side_by_side[...], 1)
             for which, part in enumerate(parts):
                 total = added(y, r.b[:, part], part, position, 0)
@@ -231,16 +227,12 @@ def tpu_convolution(
     added_up = {}
     if residual is not None:
         added_up["residual"] = jnp.pad(residual, [(0, 0)] * 3 + [(0, longest - kept), (0, 0)]), out_block
+    of_b = pl.BlockSpec((1, blocks.features), lambda n, *_: (0, n))
     out = call_kernel(
         run,
         "linear_kernel_of_windows",
         steps,
-        {
-            "x": (x, of_x),
-            "w": (w, of_weights),
-            "b": (b, pl.BlockSpec((1, blocks.features), lambda n, *_: (0, n))),
-            **added_up,
-        },
+        {"x": (x, of_x), "w": (w, of_weights), "b": (b, of_b), **added_up},
         {"o": (out, out_block)},
         parallel=1,
         scalars=scalars,

@@ -99,9 +99,8 @@ def tpu_linear(
         name: (array, pl.BlockSpec((None, blocks.rows, array.shape[-1]), lambda n, i, m, *_: (i, m, 0)))
         for name, array in inputs.items()
     }
-    for number, (names, (weights, bias)) in enumerate(
-        zip(("wb", "vc"), [(w, b)] if factor is None else [(w, b), factor])
-    ):
+    layers = [(w, b)] if factor is None else [(w, b), factor]
+    for number, (names, (weights, bias)) in enumerate(zip(("wb", "vc"), layers)):
         if turned:
             weights = jnp.swapaxes(weights, -1, -2)
             scalars, of_weight = layer_of_stack(layer, (depth, blocks.columns), lambda n: (0, n), number)

@@ -60,17 +60,10 @@ def tpu_narrowed(x: Float[Array, "B M K"], kind: str, *, interpret: bool = False
         "values": (jax.ShapeDtypeStruct(x.shape, dtype), block(depth)),
         "scale": (jax.ShapeDtypeStruct((batch, rows, 1), jnp.float32), block(1)),
     }
-    found = call_kernel(
-        lambda r: in_steps(ROWS, TILE_ROWS, functools.partial(tile, r)),
-        "narrow_kernel",
-        (batch, pl.cdiv(rows, ROWS)),
-        {"x": (x, block(depth))},
-        outputs,
-        parallel=2,
-        work=cost(x, *(shape for shape, _ in outputs.values()), flops=4 * x.size),
-        interpret=interpret,
-    )
-    return Narrow(**found)
+    run = lambda r: in_steps(ROWS, TILE_ROWS, functools.partial(tile, r))  # noqa: E731
+    grid, work = (batch, pl.cdiv(rows, ROWS)), cost(x, *(shape for shape, _ in outputs.values()), flops=4 * x.size)
+    how = {"parallel": 2, "work": work, "interpret": interpret}
+    return Narrow(**call_kernel(run, "narrow_kernel", grid, {"x": (x, block(depth))}, outputs, **how))
 
 
 def takes(x: Array, w: Array, settings: Settings) -> bool:

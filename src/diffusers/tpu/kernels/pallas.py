@@ -27,11 +27,8 @@ def round_up(n: int, multiple: int) -> int:
 
 def cost(*arrays, flops: float = 0, transcendentals: float = 0) -> pl.CostEstimate:
     """The cost of a kernel that reads or writes these arrays once. Without it the compiler starts exchanges far too early."""
-    return pl.CostEstimate(
-        flops=int(flops),
-        transcendentals=int(transcendentals),
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
-    )
+    moved = sum(x.size * x.dtype.itemsize for x in arrays)
+    return pl.CostEstimate(flops=int(flops), transcendentals=int(transcendentals), bytes_accessed=moved)
 
 
 def call_kernel(

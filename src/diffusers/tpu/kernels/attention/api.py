@@ -109,14 +109,8 @@ def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
     kind = "joint" if mask is None else f"joint+{mask.kind}"
     _record(Dispatch(q.shape, both, str(q.dtype), kind, name, chips, reason))
 
-    how = {
-        "scale": 1 / math.sqrt(q.shape[-1]),
-        "pad_tokens": settings.pad_tokens,
-        "sequence": settings.sequence,
-        "near": near,
-    }
-    how |= _over_mesh(settings, local)
-
+    how = {"scale": 1 / math.sqrt(q.shape[-1]), "near": near, **_over_mesh(settings, local)}
+    how |= {"pad_tokens": settings.pad_tokens, "sequence": settings.sequence}
     attend = _named(lambda q, k, v, *words: joint_attention(q, k, v, Text(*words, text.seen), **how), near)
     return attend(q, k, v, text.q, text.k, text.v)
 

@@ -233,12 +233,8 @@ def _tokens_minor(x: Float[Array, "B N T D"]) -> Float[Array, "B N*D T"]:
 def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
     """Whether kernels support heads [B, N, T, D]: whole tiles, and tokens that may be reordered or need not be."""
     _, heads, tokens, dim = x.shape
-    return (
-        heads % chips == 0
-        and heads // chips * dim % LANES == 0
-        and tokens >= LANES
-        and not (in_order and tokens % LANES)
-    )
+    whole = heads % chips == 0 and heads // chips * dim % LANES == 0
+    return whole and tokens >= LANES and not (in_order and tokens % LANES)
 
 
 def cut(

@@ -187,11 +187,8 @@ def _start(r, call: Call, first_query, kv):
         largest, code = jnp.max(jnp.where(rows < call.shape.q_len, norm, 0.0)), CODES[ONLINE]
         if CENTRED in call.modes:
             keys = call.mask.keys
-            alike = (
-                call.mask.band is None
-                and call.visited is None
-                and (keys is None or 1 in (keys.shape[1], call.heads // call.kv_heads))
-            )
+            alike = keys is None or 1 in (keys.shape[1], call.heads // call.kv_heads)
+            alike = alike and call.mask.band is None and call.visited is None
             code = jnp.where(largest * r.radius[kv] <= largest_radius(alike), CODES[CENTRED], code)
         if BOUND in call.modes:
             code = jnp.where(largest * r.reach[kv] <= SMALLEST, CODES[BOUND], code)

@@ -107,15 +107,11 @@ def parallel_attention(
         mask = jax.tree.map(lambda x: padded_to(x, 3, padded), mask)
     kv_spec = split.spec if split_keys else P(split.dp, split.tp)
     traded = ("tp", "ulysses") if split.tp else "ulysses"  # of heads after the all-to-all, when rows are on the ring
-    out = jax.shard_map(
-        functools.partial(
-            _per_chip, scale=scale, local=local, kv_len=kv_len, split=split, keys=split_keys, interpret=interpret
-        ),
-        mesh=split.mesh,
-        in_specs=(split.spec, kv_spec, kv_spec, _mask_specs(mask, split.dp, traded, "ring")),
-        out_specs=split.spec,
-        check_vma=False,
-    )(q, k, v, mask)[:, :, :q_len]
+    how = {"scale": scale, "local": local, "kv_len": kv_len, "split": split, "keys": split_keys}
+    run = functools.partial(_per_chip, **how, interpret=interpret)
+    specs = split.spec, kv_spec, kv_spec, _mask_specs(mask, split.dp, traded, "ring")
+    sharding = {"mesh": split.mesh, "in_specs": specs, "out_specs": split.spec, "check_vma": False}
+    out = jax.shard_map(run, **sharding)(q, k, v, mask)[:, :, :q_len]
     return out if rows is None else jnp.where(rows, out, 0)
 
 
@@ -308,19 +304,12 @@ def joint_attention(
     split, padded = split_over(mesh, q, k, ring), tokens + -tokens % mesh.shape["sp"]
     _refuse_ring(near, split)
     spec, whole = split.spec, P(split.dp, split.tp)
-    seen = P(split.dp if text.seen is not None and text.seen.shape[0] > 1 else None)
+    seen = None if text.seen is None else P(split.dp if text.seen.shape[0] > 1 else None)
+    how = {"scale": scale, "local": local, "tokens": tokens - pad_tokens, "split": split, "near": near}
     out, words = jax.shard_map(
-        functools.partial(
-            _joint_per_chip,
-            scale=scale,
-            local=local,
-            tokens=tokens - pad_tokens,
-            split=split,
-            interpret=interpret,
-            near=near,
-        ),
+        functools.partial(_joint_per_chip, **how, interpret=interpret),
         mesh=split.mesh,
-        in_specs=(spec, spec, spec, Text(whole, whole, whole, None if text.seen is None else seen)),
+        in_specs=(spec, spec, spec, Text(whole, whole, whole, seen)),
         out_specs=(spec, whole),
         check_vma=False,
     )(*(padded_to(x, 2, padded) for x in (q, k, v)), text)

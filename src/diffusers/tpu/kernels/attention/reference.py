@@ -48,11 +48,8 @@ def reference_attention(
 
     q32 = padded_to(q.reshape(batch, kv_heads, groups, q_len, dim).astype(jnp.float32) * scale, 3, q_blocks * block_q)
     k32, v32 = (padded_to(x.astype(jnp.float32), 2, kv_blocks * block_kv) for x in (k, v))
-    parts = [
-        _grouped(part, kv_heads, groups, q_blocks * block_q, kv_blocks * block_kv)
-        for part in (mask.keys, mask.queries, mask.dense)
-        if part is not None
-    ]
+    sizes = kv_heads, groups, q_blocks * block_q, kv_blocks * block_kv
+    parts = [_grouped(part, *sizes) for part in (mask.keys, mask.queries, mask.dense) if part is not None]
 
     def scores(i, j):
         """Scores of one block, [B, K, N/K, block_q, block_kv], -inf where a key is masked."""

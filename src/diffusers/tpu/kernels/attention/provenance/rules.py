@@ -164,11 +164,8 @@ def elementwise(eqn, values: list[Value], aval) -> Value:
     parts = [as_part(v) for v in values]
     index, stripe = _indices(eqn.primitive.name, parts, aval.dtype)
     result = _applied(eqn, parts, aval, frozenset().union(*(p.varies for p in parts)), index, stripe)
-    if (
-        eqn.primitive.name != "mul"
-        or not jnp.issubdtype(aval.dtype, jnp.floating)
-        or any(p.varies == result.varies for p in parts)
-    ):
+    multiplies = eqn.primitive.name == "mul" and jnp.issubdtype(aval.dtype, jnp.floating)
+    if not multiplies or any(p.varies == result.varies for p in parts):
         return result
     whole = {a: a for a in range(len(aval.shape))}
     return replace(result, factors=tuple(p.moved(aval.shape, whole, lambda x: x) for p in parts))
