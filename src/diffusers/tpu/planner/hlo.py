@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 
-ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "token": 0}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 NO_ESTIMATE = 2**63 - 1  # the compiler's value for a SparseCore's operations
-START = re.compile(r"^  (?:ROOT )?%\S+ = ")
-INSTRUCTION = re.compile(
-    r"  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)"
-)  # name, shape, opcode, operands, rest
-HEAD = re.compile(r"^(ENTRY )?%(\S+) \(")
-END = re.compile(r'^\}(, execution_thread="\w+")?$')
+COMPUTATION = re.compile(r'^(ENTRY )?%(\S+) \(.*\{\n((?:.*\n)*?)\}(?:, execution_thread="\w+")?$', re.M)
+START = re.compile(r"^(?=  (?:ROOT )?%\S+ = )", re.M)
+# Name, shape, opcode, operands and the rest of an instruction.
+INSTRUCTION = re.compile(r"  (?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\(([^)]*)\)(.*)")
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,8 @@ class Array:
         for back, size in enumerate(reversed(self.tile), 1):
             if back <= len(dims):
                 dims[-back] = -(-dims[-back] // size) * size
-        item_bytes = ITEM_BYTES.get(self.dtype) or int(re.sub(r"\D", "", self.dtype) or 8) / 8
-        return int(math.prod(dims) * item_bytes)
+        bits = re.search(r"\d+", self.dtype)  # none in pred and token
+        return int(math.prod(dims) * (int(bits[0]) if bits else 8) / 8)
 
 
 def arrays_of(shape: str) -> list[Array]:
@@ -129,25 +126,15 @@ class Program:
 
 def parse(text: str) -> Program:
     """The parsed program. Raises ValueError for a text without an entry computation."""
-    computations, entry, current = {}, None, None
-    for line in text.splitlines():
-        head = HEAD.match(line) if line.endswith("{") else None
-        if head:
-            current = computations.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif END.match(line):
-            current = None
-        elif current is not None:
-            if START.match(line):
-                current.append(line)
-            elif current:
-                current[-1] += " " + line
+    found = COMPUTATION.findall(text)
+    entry = next((name for first, name, _ in found if first), None)
     if entry is None:
         raise ValueError("expected the text of a compiled program, got one without an entry computation")
-    return Program({name: [_instruction(line) for line in lines] for name, lines in computations.items()}, entry)
+    return Program({name: [_instruction(lines) for lines in START.split(body)[1:]] for _, name, body in found}, entry)
 
 
-def _instruction(line: str) -> Instruction:
-    name, shape, opcode, inside, rest = INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line)).groups()
+def _instruction(lines: str) -> Instruction:
+    line = re.sub(r"/\*.*?\*/", "", " ".join(lines.splitlines()))
+    name, shape, opcode, inside, rest = INSTRUCTION.match(line).groups()
     operands = re.findall(r"%([^\s,]+)", inside) if "%" in inside else [inside.strip()]
     return Instruction(name, opcode, shape, operands, rest)
