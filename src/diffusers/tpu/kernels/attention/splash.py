@@ -64,8 +64,7 @@ def splash_attention(
     valid = jnp.broadcast_to(jnp.arange(s_padded) < s_len, (batch, s_padded))
     if mask.keys is not None:
         valid = valid & jnp.pad(mask.keys[:, 0, 0], ((0, 0), (0, s_padded - s_len)))
-    queries = jnp.zeros((batch, q_padded), jnp.int32)
-    segments = splash.SegmentIds(q=queries, kv=jnp.where(valid, 0, 1).astype(jnp.int32))
+    segments = _segments(valid, q_padded)
     one = splash.CausalMask if mask.band is not None else splash.FullMask
     back = {}
     if differentiable:
@@ -81,3 +80,9 @@ def splash_attention(
         out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
     seen = valid.any(1)[:, None, None, None]
     return jnp.where(seen if mask.queries is None else seen & mask.queries, out, 0).astype(q.dtype)
+
+
+def _segments(valid: Array, q_len: int) -> splash.SegmentIds:
+    """Segment ids: 0 for queries and valid keys, 1 for keys that are not valid."""
+    queries = jnp.zeros((valid.shape[0], q_len), jnp.int32)
+    return splash.SegmentIds(q=queries, kv=jnp.where(valid, 0, 1).astype(jnp.int32))
