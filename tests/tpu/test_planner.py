@@ -110,6 +110,10 @@ def test_a_controlnets_calls_are_of_a_step():
     recording = record(pipe, asked)
     calls = {r.component: r.count for r in recording.calls if stage_of(r.component) == "denoise"}
     assert calls == dict.fromkeys(("controlnet", "unet"), recording.steps)
+    with pytest.raises(
+        ValueError, match="StableDiffusionControlNetPipeline takes .*got nonsense"
+    ):  # by **kwargs it would
+        record(pipe, {**asked, "nonsense": 3})
 
 
 # Counts
@@ -256,6 +260,7 @@ BAD = {
     f"plan {SHAPES} --topology v6e-8 --num-frames 8": "num_frames that the VAE can take, 4k.1, got 8; ask for 5 or 9",
     f"plan {SHAPES} --topology v6e-8 --batch 0": "batch of at least 1",
     f"plan {SHAPES} --topology v6e-8 --report nowhere/x.html": "folder that is there",
+    f"plan --eta 0.5 {SHAPES} --topology v6e-8": "MODEL before arguments of the pipeline, got --eta 0.5",
     "bench attention --shape round": "--shape to be one of .*wan-720p-self",
     "bench step --chip v6e": "got --chip",
 }

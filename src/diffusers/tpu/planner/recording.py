@@ -178,6 +178,9 @@ def record(
 def _complete(pipe, arguments: dict) -> dict:
     parameters = inspect.signature(type(pipe).__call__).parameters
     given = dict(arguments)
+    if unknown := sorted(given.keys() - parameters.keys() - ({"num_frames"} if "video" in parameters else set())):
+        names = ", ".join(name for name in parameters if name not in ("self", "kwargs"))
+        raise ValueError(f"expected arguments that {type(pipe).__name__} takes ({names}), got {', '.join(unknown)}")
     prompt = given.setdefault("prompt", PROMPT) if "prompt" in parameters else PROMPT
     if "negative_prompt" in parameters and not isinstance(given.get("negative_prompt"), list):
         negative = given.get("negative_prompt") or PROMPT

@@ -102,7 +102,13 @@ def _function(options: argparse.Namespace) -> tuple[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit status."""
     try:
+        argv = sys.argv[1:] if argv is None else argv
         options, rest = make_parser().parse_known_args(argv)
+        before = argv[argv.index(options.model) - 1] if getattr(options, "model", None) in argv else ""
+        if before.startswith("--") and before in rest:  # argparse took its value for the model
+            raise ValueError(
+                f"expected MODEL before arguments of the pipeline, got {before} {options.model} in its place"
+            )
         groups = TABLE["commands"][options.command].get("groups", ())
         if rest and not {"pipeline", "plan"} & {*groups}:
             raise ValueError(f"expected no further arguments of {options.command}, got {' '.join(rest)}")

@@ -54,9 +54,8 @@ def make_app(jobs: Jobs, worker: Worker, reader: Reader, metrics: Metrics) -> Fa
 
     @app.api_route("/v1/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
     async def nothing(rest: str, http: Request):  # else the page, mounted at /, would respond
-        known = ", ".join(
-            f"{'/'.join(route.methods)} {route.path}" for route in app.routes if "rest" not in route.path
-        )
+        ways = [(route.methods, route.path) for route in app.routes if hasattr(route, "methods")]  # not the page
+        known = ", ".join(f"{'/'.join(methods)} {path}" for methods, path in ways if "rest" not in path)
         raise Refused(404, f"expected one of {known}, got {http.method} /v1/{rest}", code="not_found")
 
     return app

@@ -1,6 +1,7 @@
 """The one thread that runs the pipeline: jobs of equal arguments in one call, each with its own noise."""
 
 import functools
+import itertools
 import logging
 import threading
 from pathlib import Path
@@ -37,17 +38,18 @@ class Worker(threading.Thread):
         self.colours = Colours()
 
     def warm_up(self, size: Size):
-        """Compile what jobs of this size need, in the calling thread, before the first job."""
+        """Compile what jobs of this size need, in the calling thread, before the first job: with a picture and without, if both may come."""
         arguments = {**self.settings.defaults, **size.arguments()}
         takes = parameters_of(type(self.pipe))
         if "num_inference_steps" in takes:
             steps = arguments.get("num_inference_steps") or takes["num_inference_steps"].default or WARM_STEPS
             arguments["num_inference_steps"] = min(WARM_STEPS, steps)
-        if "image" in takes:
-            arguments["image"] = Image.new("RGB", (size.width, size.height))
-        for batch in sorted({1, self.max_batch}):
-            seen = Steps()
-            (values,) = generate(self.pipe, [Request("a", 0, arguments)], batch, functools.partial(self._see, [seen]))
+        ways = [{"image": Image.new("RGB", (size.width, size.height))}] if "image" in takes else [{}]
+        if "image" in takes and takes["image"].default is None and size.frames is None:
+            ways.append({})
+        for batch, way in itertools.product(sorted({1, self.max_batch}), ways):
+            seen, request = Steps(), Request("a", 0, {**arguments, **way})
+            (values,) = generate(self.pipe, [request], batch, functools.partial(self._see, [seen]))
             self.colours.learn(seen.last(), values[0])
 
     def run(self):
