@@ -192,7 +192,7 @@ def test_elsewhere_a_token_is_needed_and_held_against(flux, serving, monkeypatch
     client.service.app.token = "geh\xe4\xe0"
     for given in (b"geh\xc3\xa4\xc3\xa0", b"geh\xe4\xe0"):
         assert client.get("/metrics", headers={"authorization": b"Bearer " + given}).status_code == 200
-    client.app.mount("/", FastAPI())  # as the page is
+    client.app.app.mount("/", FastAPI())  # as the page is
     answer = client.get("/v1/nothing", headers={"authorization": b"Bearer " + given})
     refuses(answer, 404, "expected one of .*GET /v1/models.*got GET /v1/nothing")
     assert client.get("/health").status_code == 503  # open, of a worker that has not started

@@ -127,6 +127,7 @@ def test_a_call_that_is_differentiated_sees_all(chips, own_store):
     assert all(relative(*pair) < 1e-5 for pair in zip(*found))
 
 
+@torch.no_grad()
 def test_what_has_no_video_or_no_whole_sequence_is_refused(chips, own_store):
     flux = tpu.install(built("flux"), tpu.TPUConfig(mesh=(1, 1, 1), attention_sparsity=0.5))
     with pytest.raises(NotImplementedError, match=r"a denoiser of videos.*attention_sparsity=0\.5.*FluxTransformer2D"):
