@@ -95,6 +95,11 @@ def test_every_mask_over_every_split(make_mesh, kind, ring, lengths):
     assert error(make_mesh(2, 4, 1), draw(2, 8, 4, length, length), kind, ring) < TOLERANCE, length
 
 
+def test_a_ring_takes_no_band_of_frames(make_mesh):
+    with pytest.raises(NotImplementedError, match="mask of tokens on a ring of 2, got one of frames"):
+        error(make_mesh(1, 4, 1), draw(2, 4, 4, 16, 16), "causal by frame", 2)
+
+
 @pytest.mark.parametrize("kind", KINDS[::2])
 def test_keys_of_another_length_are_whole_everywhere(make_mesh, kind):
     q_len, kv_len = ((21, 5), (9, 40))[np.random.default_rng().integers(2)]

@@ -92,6 +92,11 @@ def parallel_attention(
         return attention_by_heads(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
     split, split_keys = split_over(mesh, q, k, ring, mask), kv_len == q_len
     _refuse_ring(mask and mask.nearest, split)
+    if split.ring > 1 and mask is not None and mask.frame != (1, 1):
+        raise NotImplementedError(
+            f"expected a causal mask of tokens on a ring of {split.ring}, got one of frames of {mask.frame} queries and keys; use a"
+            " mesh with a smaller sp"
+        )
 
     rows = None if mask is None else mask.queries
     if rows is not None:  # such a row is zero whatever its keys: applied after the merge
