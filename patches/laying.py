@@ -16,7 +16,7 @@ from pathlib import Path
 
 import series
 from unified import ForkError
-from upstream import open_store
+from upstream import drop_other_releases, open_store
 
 
 Manifest = dict[str, list[str]]
@@ -79,6 +79,7 @@ def lay(root: Path, wheel: Path | None = None, discard: Iterable[str] | None = N
         for name in stale:
             _remove(root, name)
         _write_manifest(root, final)
+    drop_other_releases(root)
     return Laid(tuple(different), tuple(stale), len(want))
 
 

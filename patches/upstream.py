@@ -138,6 +138,11 @@ def _fill(pin: Pin, path: Path, files: dict[str, bytes], origin: str) -> None:
             for name in sorted(files):
                 store.writestr(zipfile.ZipInfo(name), files[name], zipfile.ZIP_DEFLATED, 1)
         os.replace(draft, path)
+
+
+def drop_other_releases(root: Path) -> None:
+    """Remove the files of releases that are not pinned, once the tree is the pinned one's."""
+    path = store_path(root, read_pin(root))
     for old in path.parent.glob("*.zip"):
         if old != path:
             old.unlink()

@@ -81,10 +81,10 @@ def test_hand_edited_files_stop_laying_and_survive_until_they_are_discarded(fork
     assert laid(fork) == PATCHED
 
 
-def moved(fork, a: bytes) -> list[str]:
+def moved(fork, a: bytes, more: str = "diffusers/c.py") -> list[str]:
     """A move to a release with this `a.py`, another file and one less; its wheel is not pinned yet."""
     pin = (fork / "patches/UPSTREAM").read_text()
-    files = {**FILES, "diffusers/a.py": a, "diffusers/c.py": b"new\n"}
+    files = {**FILES, "diffusers/a.py": a, more: b"new\n"}
     del files["diffusers/sub/b.py"]
     wheel = make_wheel(fork, "1.1", files)
     (fork / "patches/UPSTREAM").write_text(pin)
@@ -111,6 +111,9 @@ def test_a_move_merges_each_patch_and_leads_back(fork):
 def test_a_move_stops_with_both_sides_and_takes_what_was_mended(fork):
     with pytest.raises(ForkError, match=r"(?s)line 9!.*line 9\n.*line nine.*nothing else was changed") as error:
         moved(fork, LINES.replace(b"line 9\n", b"line 9!\n"))
+    assert laid(fork) == PATCHED and check.problems_of(fork) == []
+    with pytest.raises(series.SeriesError, match="files where the overlay stands"):  # once the new release is there
+        moved(fork, LINES, "diffusers/tpu/__init__.py")
     assert laid(fork) == PATCHED and check.problems_of(fork) == []
     (place,) = (fork / ".upstream/merges/1.1").iterdir()
     assert str(place.relative_to(fork)) in str(error.value)
