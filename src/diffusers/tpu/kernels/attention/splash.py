@@ -3,6 +3,8 @@
 q is multiplied by the scale in float32 before it is rounded to the kernel's dtype.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -54,7 +56,7 @@ def splash_attention(
     s_len = k.shape[2]
     wanted_q, wanted_kv, inner = blocks or BLOCKS
     block_q, block_kv = (min(limit, round_up(n, LANES)) for limit, n in ((wanted_q, q_len), (wanted_kv, s_len)))
-    inner = min(inner, block_kv)
+    inner = math.gcd(inner, block_kv)
     q_padded, s_padded = round_up(q_len, block_q), round_up(s_len, block_kv)
     padded_dim = round_up(dim, LANES) if dim > LANES else dim
 
