@@ -253,13 +253,15 @@ def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B|1 K|1 S 1"] | 
         return None
     seen = jnp.ones((1, 1, 1, s_len), bool)
     seen = seen if mask.keys is None else seen & takes_part(mask.keys)
-    by_query = True if mask.dense is None else takes_part(mask.dense)
+    by_query = [] if mask.dense is None else [takes_part(mask.dense)]
     if mask.band is not None:
         key, rows = jnp.arange(s_len), jnp.arange(q_len)[:, None]
         low, high = _ends_of_rows(mask, shift, 0, q_len) if mask.dense is None else band_ends(mask, shift, rows)
-        by_query = by_query if low is None else by_query & (key >= low)
-        by_query = by_query if high is None else by_query & (key <= high)
-    seen = seen & (by_query if mask.dense is None else by_query.any(2, keepdims=True))
+        by_query += ([] if low is None else [key >= low]) + ([] if high is None else [key <= high])
+    if mask.dense is None:
+        seen = functools.reduce(jnp.logical_and, by_query, seen)
+    else:
+        seen = seen & functools.reduce(jnp.logical_and, by_query).any(2, keepdims=True)
     b, n = seen.shape[:2]
     return seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)[..., None]
 
