@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...callbacks import MultiPipelineCallbacks, PipelineCallback
@@ -48,7 +49,8 @@ def bring_attributes(*objects):
 
 
 def with_user_callbacks(kwargs: dict, after: Callable[[], None]) -> dict:
-    """A call's arguments, with callbacks wrapped so that they run as outside of the call. `after` is called when one returns."""
+    """A call's arguments, with callbacks wrapped so that they run as outside of the call. `after` is called when one has returned
+    that may have written to a tensor unknown to torch's version counter."""
     kwargs = dict(kwargs)
     for name in CALLBACKS:
         callback = kwargs.get(name)
@@ -70,6 +72,16 @@ class _UsersCallbacks(MultiPipelineCallbacks):
         return _call_outside(self.callbacks[0], self.after, *args, **kwargs)
 
 
+class _Data(TorchFunctionMode):
+    """Notes whether code has reached the `.data` of a tensor."""
+
+    reached = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.reached |= getattr(func, "__self__", None) is torch.Tensor.data
+        return func(*args, **(kwargs or {}))
+
+
 def _call_outside(callback, after, /, *args, **kwargs):
     env, shown = bridge.environment(), {}
 
@@ -79,9 +91,10 @@ def _call_outside(callback, after, /, *args, **kwargs):
         return shown[id(tensor)][1]
 
     args, kwargs = tree_map_only(bridge.Tensor, show, (args, kwargs))
-    with env.left(), inside(False), exclusive.released():
+    with env.left(), inside(False), exclusive.released(), _Data() as data:
         answer = callback(*args, **kwargs)
-    after()
+    if data.reached:
+        after()
     if not env.active:
         return answer
     back = {}
