@@ -65,15 +65,14 @@ def register(env):
         *(aten.prod.default, aten.prod.dim_int, aten.cumsum.default, aten.cumprod.default),
     ):
         ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
-    for in_place, makes in (
-        *(
-            (aten.unsqueeze_.default, aten.unsqueeze),
-            (aten.transpose_.default, aten.transpose),
-            (aten.t_.default, aten.t),
-        ),
-        *((getattr(aten.squeeze_, name), aten.squeeze) for name in ("default", "dim", "dims")),
+    squeezes = aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims
+    for operator, *overloads in (
+        (aten.unsqueeze, aten.unsqueeze_.default),
+        (aten.squeeze, *squeezes),
+        (aten.transpose, aten.transpose_.default),
+        (aten.t, aten.t_.default),
     ):
-        ours[in_place] = functools.partial(views.shaped_in_place, makes)
+        ours |= dict.fromkeys(overloads, functools.partial(views.shaped_in_place, operator))
     ours[aten.sum.dim_IntList] = functools.partial(norms.summed, ours[aten.sum.dim_IntList])
     for function, operator in ours.items():
         env.override_op_definition(function, operator)

@@ -40,12 +40,10 @@ _of_pipeline = contextvars.ContextVar("diffusers_tpu_of_pipeline", default=None)
 
 @contextlib.contextmanager
 def one_call(runners):
-    """Around a pipeline's call: writes through `.data` are searched for at its start, and host texts sent to the chips once.
+    """Around a pipeline's call: host texts are sent to the chips once. Writes through `.data` are searched for before it (`look`).
 
     At the end deferred branches are discarded, so that a failed call leaves none for the next one.
     """
-    for runner in runners:
-        runner.look()
     try:
         with bound(_of_pipeline, SentInputs()):
             yield

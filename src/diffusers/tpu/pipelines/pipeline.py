@@ -275,6 +275,7 @@ def _running(pipe, state: Installation):
         stack.enter_context(glue.inside())
         if outermost:
             state.hbm_manager.check_all(state)
+            state.look()
             stack.enter_context(one_call(state.runners.values()))
             noted = stack.enter_context(nans.noting())
         if state.glue == "resident":
