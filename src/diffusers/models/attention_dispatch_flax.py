@@ -9,6 +9,7 @@ from ..tpu.kernels.attention.api import among_latents, joint
 from ..tpu.kernels.attention.parallel import Text
 from ..tpu.kernels.norm import Norm
 from ..tpu.kernels.settings import choosing, current
+from .attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 
 def dispatched_attention(
@@ -50,11 +51,12 @@ def joint_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of two streams in one softmax: traced q, k and v [B, T, N, D] of each. Returns both results [B, T, N, D].
 
-    `seen` [B, L]: false for padding of the text; `backend`: the dispatcher's, which overrides `TPUConfig.attention`.
+    `seen` [B, L]: false for padding of the text; `backend`: the processor's (None: the dispatcher's active one), of which those of
+    the TPU override `TPUConfig.attention`.
     """
     (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in autocast.lowered(*stream)] for stream in (latents, text))
-    kernel = str(getattr(backend, "value", backend or "")).removeprefix("tpu").lstrip("_") or None
-    with choosing(kernel):
+    backend = AttentionBackendName(backend or _AttentionBackendRegistry._active_backend).value
+    with choosing(backend.removeprefix("tpu_") if backend.startswith("tpu_") else None):
         answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
     return tuple(Tensor(x.swapaxes(1, 2), environment()) for x in answers)
 

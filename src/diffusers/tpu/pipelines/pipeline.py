@@ -45,21 +45,27 @@ def install(pipe, config: TPUConfig | None = None):
         return pipe
     devices = attach.target_devices()
     original = type(pipe) if state is None else state.original
-    plan = pipeline_plan(original)
-    modules = modules_of(pipe)
-    wanted = config if config is not None else taken_over(pipe, modules)
-    config = attach.resolved(wanted, devices, modules, plan.branches(pipe))
+    plan, modules = pipeline_plan(original), modules_of(pipe)
+    shared = taken_over(pipe, modules) if config is None else None
+    config = shared or attach.resolved(config, devices, modules, plan.branches(pipe))
     if plan.host:
         config = dataclasses.replace(config, host=tuple(dict.fromkeys((*config.host, *plan.host))))
         whose = f"the {' and '.join(plan.host)} of {original.__name__}"
         notices.warn_once(f"{whose} stays on the host: upstream's loop asks for gradients through it")
+    return _installed(pipe, config, devices)
+
+
+def _installed(pipe, config: TPUConfig, devices: tuple):
+    """The pipeline with exactly this resolved configuration, in which `regroup` says whether its mesh was chosen for it."""
+    state, modules = installation(pipe), modules_of(pipe)
     if state is not None and config == state.config:
         return pipe
     check(pipe, modules, config)
     if state is not None:
         uninstall(pipe)
+    original = type(pipe)
     mesh = make_mesh(devices, config.mesh)
-    glue = plan.glue if config.glue == "auto" else config.glue
+    glue = pipeline_plan(original).glue if config.glue == "auto" else config.glue
     state = Installation(config, original, mesh, glue, hbm_manager_of(mesh, config))
     attach_all(pipe, state, modules)
     object.__setattr__(pipe, "_tpu", state)
@@ -187,7 +193,7 @@ class TPUPipelineMixin:
         new = object.__new__(type(self) if state is None else state.original)
         memo[id(self)] = new
         vars(new).update(copy.deepcopy(_upstream_state(self), memo))
-        return new if state is None else install(new, dataclasses.replace(state.config))
+        return new if state is None else _installed(new, state.config, attach.target_devices())
 
     def __reduce_ex__(self, protocol):
         state = installation(self)
