@@ -177,8 +177,8 @@ def test_a_first_run_that_stands_is_said_while_it_does(warned, monkeypatch):
     waits = types.SimpleNamespace(block_until_ready=lambda: time.sleep(0.5))
     program = Program("Wan", "forward", (), 1, None, {}, None, None, 0.0, executables={"": lambda *args: [[waits]]})
     values = types.SimpleNamespace(weights={}, numbers={}, inputs=[])
-    program.run([types.SimpleNamespace(values=values)])
-    program.run([types.SimpleNamespace(values=values)])  # nobody waits
+    program.run([types.SimpleNamespace(values=values)], [[]])
+    program.run([types.SimpleNamespace(values=values)], [[]])  # nobody waits
     said = "the first run of Wan.forward is not done after 0 s"
     assert [sentence.partition(":")[0] for sentence in warned] == [said] * 2  # after 0.02 s and 0.2 s
 

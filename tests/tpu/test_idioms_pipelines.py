@@ -47,9 +47,9 @@ def installed(wan):
 
 @pytest.fixture(scope="module")
 def pair(idioms):
-    """A tiny Stable Diffusion that never meets the TPU path, and its twin, on one chip."""
+    """A tiny Stable Diffusion that never meets the TPU path, and its twin, with the default configuration."""
     theirs, ours = (tiny.sd(safety_checker=None) for _ in range(2))
-    return theirs, tpu.install(ours, tpu.TPUConfig(mesh=(1, 1, 1)))
+    return theirs, tpu.install(ours)
 
 
 def pictures(pipe, **changes) -> np.ndarray:

@@ -19,7 +19,7 @@ from conftest import relative, slow, table
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.autoencoders.vae_nnx_flax import VideoAutoencoder
-from diffusers.tpu.bridge import operators
+from diffusers.tpu.bridge import convolutions
 from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.tpu.kernels.video import norm
 from diffusers.tpu.kernels.video.chunks import scan_chunks
@@ -220,7 +220,7 @@ def test_float32_by_products_of_bfloat16(precision, limit, channels, repeated):
 
     def error(platform):
         with using(Settings(platform=platform, generation="v6e", convolutions=precision, interpret=True)):
-            run = jax.jit(lambda x, w: operators._by_columns(x, w, None, [(0, 0), (1, 1)], repeated))
+            run = jax.jit(lambda x, w: convolutions._by_columns(x, w, None, [(0, 0), (1, 1)], repeated))
             by_kernel = "pallas_call" in str(jax.make_jaxpr(run)(x, w))
             assert by_kernel == (platform == "tpu" and channels == 64)
             return relative(run(x, w), exact)

@@ -39,10 +39,12 @@ def _single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=
     """As upstream's: each chip's parts of both streams are one sequence if they can be, else stream by stream."""
     streams = hidden_states, encoder_hidden_states
     given = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    if not isinstance(block.attn.processor, FluxProcessor) or given.get("attention_mask") is not None:
+    attn = block.attn
+    kept = "forward" in vars(attn)  # by a step cache, of the result for both streams together
+    if kept or not isinstance(attn.processor, FluxProcessor) or given.get("attention_mask") is not None:
         return type(block).forward(block, *streams, temb, image_rotary_emb, joint_attention_kwargs)
     parts = modulation(block.norm, temb)
-    if given.keys() == {"image_rotary_emb"} and can_be_joined(block.attn.processor, block.attn, streams):
+    if given.keys() == {"image_rotary_emb"} and can_be_joined(attn.processor, attn, streams):
         latents, text = joined_block(block, streams, parts, image_rotary_emb)
     else:
         latents, text = single_block(block, streams, [parts] * 2, **given)

@@ -184,7 +184,7 @@ class CompiledModule(ModulePrograms):
         or by another thread, or weights that each chip stored whole were sharded to make room for the program."""
         if self.state.numbers_are_static and call.scale != 1.0:
             return False
-        self.take_values(call, program.mesh)
+        self.take_values(call)
         try:
             released = not self.branches.waits(call, program) and (compile or self._compile)(program)
         except OutOfHBM:
@@ -196,7 +196,7 @@ class CompiledModule(ModulePrograms):
             self._read_state()  # other threads may have run meanwhile
             if self.state_key != call.state:
                 return False
-            self.take_values(call, program.mesh)
+            self.take_values(call)
         return True
 
     def load(self):
@@ -208,21 +208,20 @@ class CompiledModule(ModulePrograms):
         """Whether a chip has room for so many more bytes that stay there."""
         return self.hbm_manager is None or self.hbm_manager.free() >= nbytes
 
-    def take_values(self, call: Call, mesh: Mesh | None = None):
+    def take_values(self, call: Call):
         """Give the call what its program computes with: placed weights, numbers and input values, for the module as last read."""
         self.load()
-        everywhere, sequence = NamedSharding(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
         if self._numbers[0] != of:
             numbers = self.state.numbers(self._placed, call.scale)
             self._numbers = of, {key: hosts.put(x, everywhere) for key, x in numbers.items()}
         sent = _of_pipeline.get() or SentInputs()
-        cached = [bridge.to_jax(t, cached_sharding(mesh or self.mesh, sequence, t.shape)) for t in call.step.tensors]
         call.values = Values(
             weights=dict(self._placed.arrays),
             placement=self._placed.placement,
             numbers=self._numbers[1],
-            inputs=[sent.array(t, everywhere) for t in call.tensors] + cached,
+            inputs=[sent.array(t, everywhere) for t in call.tensors],
             versions=[version_of(t) for t in call.inputs],
         )
 
@@ -241,10 +240,15 @@ class CompiledModule(ModulePrograms):
             return [self.execute(alone, [call])[0] for call in calls]
         self._compile(program)
         with self.within_hbm(lambda: f"to run {self.name}.{program.entry} for {program.shapes}"):
-            outputs = program.run(calls)
+            outputs = program.run(calls, [self._cached(call, program.mesh) for call in calls])
         if self.hbm_manager is not None:
             self.hbm_manager.prefetch(self, calls if program.calls == 1 else None)
         return outputs
+
+    def _cached(self, call: Call, mesh: Mesh) -> list[jax.Array]:
+        """The step cache's tensors of a call, as a program on this mesh takes them."""
+        sequence = self.plan.activation_spec is not None
+        return [bridge.to_jax(t, cached_sharding(mesh, sequence, t.shape)) for t in call.step.tensors]
 
     def _alone(self, call: Call) -> Program | None:
         """The program that runs a deferred call alone; None: the module has changed, and the call's own program is filled up."""

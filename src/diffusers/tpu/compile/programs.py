@@ -77,16 +77,18 @@ class Program:
         found = (one.memory_analysis() for one in self.executables.values())
         return sum(one.generated_code_size_in_bytes for one in found if one is not None)
 
-    def run(self, calls: list[Call]) -> list[list[jax.Array]]:
+    def run(self, calls: list[Call], cached: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """Flat output arrays of each call. If there are fewer calls than branches, the last call fills the rest.
 
+        `cached`: the step cache's arrays of each call, on this program's mesh.
         The first run blocks until its results are ready, so that a runtime error, such as exhausted memory, is raised here.
         """
-        filled = [*calls, *[calls[-1]] * (self.branches - len(calls))]
+        inputs = [call.values.inputs + kept for call, kept in zip(calls, cached)]
+        inputs += [inputs[-1]] * (self.branches - len(inputs))
         values, first = calls[-1].values, not self.calls
         self.calls += 1
         with told_if_slow(lambda: f"the first run of {self.name}.{self.entry}") if first else contextlib.nullcontext():
-            outputs = self.compiled(values.weights, values.numbers, [call.values.inputs for call in filled])
+            outputs = self.compiled(values.weights, values.numbers, inputs)
             if first:
                 jax.block_until_ready(outputs)
         return outputs[: len(calls)]

@@ -10,7 +10,7 @@ from jax import lax
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...bridge import Tensor, autocast, environment
-from ...bridge.operators import joined_in_time
+from ...bridge.convolutions import joined_in_time
 from ...kernels.settings import current
 from ...kernels.video import chunks, halo, norm, tiles
 from ...kernels.video.convolution import doubled_by_lines

@@ -113,7 +113,8 @@ class FirstBlockCache(Blocks):
             if kind == "later":
                 computed, rows = found["computed"], head.shape[0] // branches
                 ran = Tensor(jnp.repeat(computed, rows)[:, None, None], environment())
-                given = self._parts(state.head_block_output)
+                given = state.head_block_output  # latents, then text, whatever the order of a block's output
+                given = [t for t in given if t is not None] if isinstance(given, list) else [given]
                 skipped = [before + there for before, there in zip(tensors[1:], given)]
                 output = self._with_parts(output, [*map(torch.where, repeat(ran), self._parts(output), skipped)])
                 head, *tails = map(torch.where, repeat(ran), [head, *tails], tensors)
