@@ -41,7 +41,8 @@ def decisions(transformer, blocks) -> list[bool]:
     """Filled with what upstream's hooks decide: of each call, whether the last block's attention computed anything."""
     found = []
     transformer.register_forward_pre_hook(lambda *given: found.append(False))
-    blocks[-1].attn1.to_q.register_forward_pre_hook(lambda *given: found.__setitem__(-1, True))
+    attention = getattr(blocks[-1], "attn1", None) or blocks[-1].attn
+    attention.to_q.register_forward_pre_hook(lambda *given: found.__setitem__(-1, True))
     return found
 
 
@@ -119,6 +120,13 @@ def test_each_branch_decides_for_itself(chips, mesh):
     assert parted
 
 
+def test_branches_that_part_run_alone_without_a_mesh_given(chips):
+    """Side by side they are on other chips than alone, and so are the tensors that are kept."""
+    session = Session(None)
+    session.enable(pyramid)
+    session.oracle()
+
+
 def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips):
     """Other schedules compile nothing."""
     session, compiled = Session((1, 2, 1)), set()
@@ -152,12 +160,12 @@ def test_calibration_of_magnitudes_reads_values(chips):
     assert session.runner.step_cache is None
 
 
-def pair(mesh):
-    """CogVideoX's transformer twice, the second on the chips, and inputs of a call."""
-    theirs = denoisers.built("cogvideox 5b")
+def pair(mesh, name="cogvideox 5b"):
+    """CogVideoX's transformer twice, the second on the chips, and inputs of a call; or that of another `name`."""
+    theirs = denoisers.built(name)
     ours = copy.deepcopy(theirs)
     install(ours, TPUConfig(mesh=mesh))
-    return theirs, ours, denoisers.inputs("cogvideox 5b", 2)
+    return theirs, ours, denoisers.inputs(name, 2)
 
 
 def stepped(models, given, scale: float) -> float:
@@ -206,3 +214,27 @@ def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
     runner = ours._tpu_runner
     assert [bool(np.asarray(x).all()) for x in runner.step_cache.decided] == decided and len({*decided}) == 2
     assert programs_of(runner) == programs and not runner.eager
+
+
+@pytest.mark.parametrize(
+    "config", [FirstBlockCacheConfig(threshold=0.3), TaylorSeerCacheConfig(**TAYLOR)], ids=("first block", "taylor")
+)
+def test_single_blocks_that_compute_both_streams_at_once(chips, config):
+    """FLUX, whose blocks return the text before the latents."""
+    theirs, ours, given = pair((1, 2, 1), "flux joined")
+    computed = decisions(theirs, theirs.single_transformer_blocks)
+    for model in (theirs, ours):
+        model.enable_cache(config)
+    for step in range(STEPS):
+        assert stepped((theirs, ours), given, 0.02) < 1e-5
+    assert {*computed} == {True, False} and not ours._tpu_runner.eager
+
+
+def test_what_is_added_between_blocks_is_added_where_a_cache_skips_them(chips):
+    """VACE's hints: no program does both, upstream's hooks run."""
+    theirs, ours = tiny.wan_vace(), install(tiny.wan_vace())
+    given, results = tiny.arguments("wan_vace", output_type="latent"), []
+    for pipe in (theirs, ours):
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+        results.append(np.asarray(pipe(**given | {"generator": tiny.fresh()}).frames))
+    assert relative(*results[::-1]) < 1e-5

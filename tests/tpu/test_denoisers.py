@@ -17,6 +17,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.tpu.chips.mesh import AXES
 from diffusers.tpu.chips.sharding import axes_of
 from diffusers.tpu.common.config import TPUConfig
@@ -113,10 +114,15 @@ def with_hooks(model, given):
     return given
 
 
+def with_backend(model, given):
+    model.set_attention_backend("native")
+    return given
+
+
 @pytest.mark.parametrize(
     "changes, replaced",
     [
-        ((with_ip_adapter, with_control), ()), slow((with_processors,), ()), ((with_hooks,), ()),
+        ((with_ip_adapter, with_control), ()), slow((with_processors,), ()), ((with_hooks, with_backend), ()),
         ((), (FluxAttnProcessor, "__call__")), ((), (transformer_flux, "dispatch_attention_fn")),
     ],
 )  # fmt: skip
@@ -131,6 +137,37 @@ def test_what_users_of_flux_change_is_kept(chips, monkeypatch, changes, replaced
     for change in changes:
         given = change(theirs, given)
     assert_equal(theirs, given, (2, 4, 1))
+
+
+class OfWordsUnmasked(QwenDoubleStreamAttnProcessor2_0):
+    """A processor of the user's that knows no mask: texts must come as they are, and rotations as upstream's complex numbers."""
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        encoder_hidden_states_mask=None,
+        attention_mask=None,
+        image_rotary_emb=None,
+    ):
+        return super().__call__(attn, 2 * hidden_states, encoder_hidden_states, image_rotary_emb=image_rotary_emb)
+
+
+def with_a_processor(model):
+    model.transformer_blocks[1].attn.set_processor(OfWordsUnmasked())
+
+
+def with_a_hook(model):
+    model.transformer_blocks[0].attn.add_k_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.mark.parametrize("change", [with_a_processor, with_a_hook])
+@torch.no_grad()
+def test_what_users_of_qwen_change_is_given_what_upstream_gives(chips, change):
+    theirs = built("qwen edit", 4)
+    change(theirs)
+    assert_equal(theirs, inputs("qwen edit"), (1, 2, 1))
 
 
 @pytest.mark.parametrize(

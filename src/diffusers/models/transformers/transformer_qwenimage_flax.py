@@ -33,8 +33,8 @@ class QwenProcessor(TwoStreamProcessor):
         attention_mask=None,
         image_rotary_emb=None,
     ):
-        if attention_mask is not None:
-            given = encoder_hidden_states_mask, attention_mask, image_rotary_emb
+        if attention_mask is not None or not self.covers(attn):
+            given = encoder_hidden_states_mask, attention_mask, _as_numbers(image_rotary_emb)
             return self.upstream(attn, hidden_states, encoder_hidden_states, *given)
         return super().__call__(
             attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, image_rotary_emb
@@ -53,6 +53,11 @@ def decide_text(arguments: dict) -> dict:
 def _wide(turns):
     """Cos and sin [T, 2, D] of complex numbers [T, D / 2] on the host, each value repeated for both entries of its pair."""
     return torch.stack([turns.real, turns.imag], 1).repeat_interleave(2, 2)
+
+
+def _as_numbers(rotary):
+    """Upstream's complex numbers [T, D / 2] of both tables."""
+    return rotary and tuple(torch.complex(*table.unflatten(2, (-1, 2))[..., 0].unbind(1)) for table in rotary)
 
 
 def _by_axis(method: str):
@@ -93,6 +98,7 @@ def _modulate(block, x, mod_params, index=None):
 PLAN = ModelPlan(
     activation_spec=(TEXT, LATENTS),
     whole=True,
+    together=True,
     batched=(*BATCHED, "attention_kwargs"),
     decide=decide_text,
     processors={QwenDoubleStreamAttnProcessor2_0: QwenProcessor},

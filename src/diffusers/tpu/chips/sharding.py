@@ -103,6 +103,8 @@ class ModelPlan:
         processors: class of an attention processor -> function that makes its replacement in a trace, for exactly that class.
         replicated: regular expressions; a submodule whose name matches one computes its whole sequence on every chip.
         methods: (class of the model or a submodule, name) -> function of (object, arguments) that replaces that method in a trace.
+        together: parts that `processors` and `methods` replace pass each other what upstream's code does not take: all are replaced, or
+            none where a script has hooks or processors of its own; then `decide` is not asked either.
         axes: number of axes of a call's first tensor for which `methods` are used; None: any. Other calls trace upstream's methods.
         remark: what `diffusers-tpu plan` says of the model.
     """
@@ -118,6 +120,7 @@ class ModelPlan:
     processors: Mapping[type, Callable] = field(default_factory=dict)
     replicated: tuple[str, ...] = ()
     methods: Mapping[tuple[type, str], Callable] = field(default_factory=dict)
+    together: bool = False
     axes: int | None = None
     remark: str = ""
 

@@ -61,7 +61,9 @@ class CompiledModule(ModulePrograms):
     """
 
     def _submodule(self, module: torch.nn.Module) -> "CompiledModule":
-        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods, parallel=self.plan.by_width)
+        plan = ModelPlan(parallel=self.plan.by_width)
+        if not self.plan.together:
+            plan = dataclasses.replace(plan, processors=self.plan.processors, methods=self.plan.methods)
         runner = CompiledModule(module, plan, self.mesh, self.config, within=True)
         runner.tally, runner.traced.most_bytes = self.tally, self.traced.most_bytes
         return runner
@@ -116,12 +118,12 @@ class CompiledModule(ModulePrograms):
         -> unflatten. Calls without a program run split, eagerly or on the host.
         """
         with torch.inference_mode(False), torch.no_grad():
-            # Gradients flow through what `ModelPlan.decide` computes too.
-            with torch.enable_grad() if back else contextlib.nullcontext():
-                call = self._scaled_call(entry, args, kwargs, constants=back)
             if _of_pipeline.get() is None:
                 self.look()
             self.current()
+            # Gradients flow through what `ModelPlan.decide` computes too.
+            with torch.enable_grad() if back else contextlib.nullcontext():
+                call = self._scaled_call(entry, args, kwargs, constants=back)
             mode = self.modes.of(call, self.within)
             owners = (torch.nn.modules.module if m is self.module else m for m in self.module.modules())
             if back and any(tracing.hooks_of(owner, "backward") for owner in owners):
@@ -166,7 +168,7 @@ class CompiledModule(ModulePrograms):
     def flatten_call(self, entry: str, args: tuple, kwargs: dict, constants: bool = True) -> Call:
         """A call of the module's `entry(*args, **kwargs)`, flattened into tensors and static arguments; `constants`: as there."""
         constants = constants or self.state.numbers_are_static
-        call = flatten_call(entry, self._signatures[entry], self.plan, args, kwargs, constants)
+        call = flatten_call(entry, self._signatures[entry], self.plan_of_calls, args, kwargs, constants)
         if self.config.attention_sparsity and entry == "forward" and self.denoises and not self.within:
             thin_out(call, self.config, self.module)
         return call
@@ -320,8 +322,8 @@ class CompiledModule(ModulePrograms):
         if nans.is_debugging() and not self.within:
             if not nans.are_finite(result):
                 self.branches.finish()
-                call = self.flatten_call(entry, args, kwargs)
                 self.current()
+                call = self.flatten_call(entry, args, kwargs)
                 self.take_values(call)
                 name = nans.first_not_finite(self.module, lambda: self._run_eagerly(call, args, kwargs))
                 raise NotFinite(nans.message(self.name, name, entry))

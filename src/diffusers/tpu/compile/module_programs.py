@@ -72,7 +72,8 @@ class ModulePrograms(EntryMethods):
         within: bool = False,
     ):
         super().__init__(module, plan.entries, mesh)
-        self.plan, self.config, self.hbm_manager, self.within = plan, config, hbm_manager, within
+        self.plan = self.plan_of_calls = plan
+        self.config, self.hbm_manager, self.within = config, hbm_manager, within
         self.name = type(module).__name__
         room = room_for_programs(hbm_manager and hbm_manager.hbm, config)
         evicted = functools.partial(clear_jax_caches, config.programs)
@@ -133,6 +134,9 @@ class ModulePrograms(EntryMethods):
     def _read_state(self):
         if self.state.changed(None if self.within else self.config.scan):
             self.modes.follow(self.state.now)
+            apart = () if self.step_cache is None else self.step_cache.apart
+            as_upstreams = self.plan.together and not tracing.replaced_parts(self.module, self.plan, apart)
+            self.plan_of_calls = dataclasses.replace(self.plan, decide=None) if as_upstreams else self.plan
 
     @property
     def state_key(self) -> tuple:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...configuration_utils import FrozenDict
@@ -110,7 +111,8 @@ class Steps:
             env.draws = drawn
             return None
         lifted, where = Lifted(closed), next(iter(arrays.values())).sharding
-        numbers = [hosts.put(x, where) if where.is_fully_replicated else jnp.asarray(x) for x in lifted.numbers]
+        everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+        numbers = [hosts.put(x, everywhere) if where.is_fully_replicated else jnp.asarray(x) for x in lifted.numbers]
         return Recorded(functools.partial(lifted.jitted(), numbers), *found)
 
 

@@ -6,7 +6,7 @@ from .function import PureFunction, on_every_chip, tracing
 from .functional import NumberRead, undone_trace
 from .previous_call import depends_on_previous_call
 from .results import PLAIN, TENSOR, NoProgram, TraceResult, WeightWritten
-from .user_code import hooks_of
+from .user_code import hooks_of, replaced_parts
 from .video import (
     attention_by_frame,
     behind,

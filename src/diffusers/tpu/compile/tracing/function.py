@@ -40,7 +40,7 @@ from .functional import Method, Scale, numbered, put, written
 from .results import TENSOR, Entangled, TraceResult, WeightWritten, flattened, plain, refuse_shared, unflattened
 from .scan import Group
 from .scopes import module_scopes
-from .user_code import is_watched_inside, rewritten, scripted
+from .user_code import is_watched_inside, replaced_parts, scripted
 
 
 MOST_FILL = 0.02  # of the tokens may be added, for whole tiles on every chip
@@ -141,15 +141,8 @@ class PureFunction:
 
     def _by_plan(self) -> Iterator[tuple]:
         """Replacements by the plan's processors, methods and replicated parts, but not of what the user or a hook has set."""
-        plan, planned = self.plan, []
-        for m in self.module.modules():
-            kind, methods = type(getattr(m, "processor", None)), [k for k in plan.methods if k[0] is type(m)]
-            if kind in plan.processors or methods:
-                planned.append((m, kind, methods))
-        # All or none: they pass each other what upstream's code does not accept. Linear layers may be of any class.
-        parts = [part for m, *_ in planned for part in (m, *m.children()) if not isinstance(part, torch.nn.Linear)]
-        classes = {*map(type, parts), *(kind for _, kind, _ in planned)}
-        for m, kind, methods in () if not plan.by_width and any(map(rewritten, classes)) else planned:
+        plan = self.plan
+        for m, kind, methods in replaced_parts(self.module, plan, self.apart):
             if not is_watched_inside(m, self.apart):
                 if kind in plan.processors:
                     yield vars(m), "processor", plan.processors[kind](m.processor)

@@ -12,9 +12,28 @@ import types
 import torch
 
 from ....hooks.layerwise_casting import LayerwiseCastingHook
+from ...chips.sharding import ModelPlan
 from ..state import is_entry
 from ..state.libraries import is_library
 from ..state.values import is_ours
+
+
+def replaced_parts(module: torch.nn.Module, plan: ModelPlan, apart: tuple = ()) -> list[tuple]:
+    """What the plan's processors and methods replace: (part of the module, class of its processor, its methods), all or none.
+
+    None where the script has rewritten one of their classes, and of a plan that is `together` also where it has a processor or a hook of
+    its own inside. Linear layers may be of any class. `apart` as `is_watched_inside`.
+    """
+    found, others = [], False
+    for m in module.modules():
+        kind, methods = type(getattr(m, "processor", None)), [k for k in plan.methods if k[0] is type(m)]
+        others = others or (hasattr(m, "processor") and kind not in plan.processors)
+        if kind in plan.processors or methods:
+            found.append((m, kind, methods))
+    parts = [part for m, *_ in found for part in (m, *m.children()) if not isinstance(part, torch.nn.Linear)]
+    if not plan.by_width and any(map(rewritten, {*map(type, parts), *(kind for _, kind, _ in found)})):
+        return []
+    return [] if plan.together and (others or is_watched_inside(module, apart)) else found
 
 
 def is_watched_inside(module: torch.nn.Module, apart: tuple = ()) -> bool:

@@ -5,6 +5,7 @@ that a program has side by side decides for itself: blocks run if one branch nee
 """
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -18,16 +19,17 @@ import torch
 from ....bridge import Tensor, environment
 from ...state import own_forward
 from ...state.watch import replaced
+from ..results import NoProgram
 from ..scan import Group
 from .step_cache import Results, Step, StepCache
 
 
 class Blocks(StepCache):
-    """A cache on a model whose blocks have its hooks: the first one's, `head`, decides, and the last one's, `tail`, keeps."""
+    """A cache on a model whose blocks have its `hooks`: the first one's, `head`, decides, and the last one's, `tail`, keeps."""
 
-    def __init__(self, head, tail):
+    def __init__(self, head, tail, hooks: list):
         super().__init__([head, tail])
-        self.head, self.tail = head, tail
+        self.head, self.tail, self.hooks_of_blocks = head, tail, hooks
         self.manager, self.metadata = head.state_manager, head._metadata
         for hook in (head, tail):  # upstream looks up where a block's arguments are when a hook first runs
             hook._metadata._get_parameter_from_args_kwargs(hook._metadata.hidden_states_argument_name, [None] * 100)
@@ -45,7 +47,7 @@ class Blocks(StepCache):
         if len(heads) != 1 or len(tails) != 1 or heads[0][0] is tails[0][0]:
             return None
         (_, head), (_, tail) = *heads, *tails
-        return cls(head, tail)
+        return cls(head, tail, [hook for _, hook in hooked])
 
     @property
     def apart(self) -> tuple:
@@ -123,9 +125,27 @@ class FirstBlockCache(Blocks):
 
         forward = self.tail.fn_ref.forward
         head = vars(self.head), "_should_compute_remaining_blocks", decide
-        stand_ins = [head, (vars(self.tail.fn_ref), "forward", last)]
+        stand_ins = [head, (vars(self.tail.fn_ref), "forward", last), *self._handed_on()]
         with replaced(stand_ins + self._state(state)):
             yield results
+
+    def _handed_on(self) -> Iterator[tuple]:
+        """Replacements of the blocks' forwards that raise NoProgram where a block is not given what the one before it returned: a
+        ControlNet's residuals, for one, upstream adds also where blocks are skipped."""
+        returned = []
+
+        def checked(hook, forward, *args, **kwargs):
+            metadata = hook._metadata
+            given = metadata._get_parameter_from_args_kwargs(metadata.hidden_states_argument_name, args, kwargs)
+            if returned and not any(given is x for x in returned):
+                raise NoProgram("code between blocks changes what they hand on, also where the cache skips them")
+            output = forward(*args, **kwargs)
+            returned[:] = output if isinstance(output, (tuple, list)) else [output]
+            return output
+
+        for hook in self.hooks_of_blocks:
+            forward = functools.partial(checked, hook, hook.fn_ref.original_forward)
+            yield vars(hook.fn_ref), "original_forward", forward
 
     def _differs(self, residual: torch.Tensor, before: torch.Tensor, branches: int):
         """For each branch, whether upstream's comparison of a float32 with a float64 finds a difference above the threshold."""
