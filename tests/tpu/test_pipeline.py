@@ -5,9 +5,11 @@ import copy
 import importlib
 import pickle
 
+import jax
 import numpy as np
 import pytest
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
 import tiny
 from conftest import relative
@@ -153,11 +155,16 @@ SHAPE = (1, 3, 5)
 
 
 @pytest.fixture
-def inside(chips):
-    """Where device tensors work, as in a pipeline's call; a function that moves tensors there."""
-    env = bridge.environment()
+def inside(chips, make_mesh):
+    """Where device tensors work, as in a pipeline's call; a function that moves tensors there, laid out as a program's results."""
+    env, mesh = bridge.environment(), make_mesh(1, 2, 1)
+
+    def moved(tensor):
+        array = env.moved(tensor).jax()
+        return bridge.to_torch(jax.device_put(array, NamedSharding(mesh, PartitionSpec(*[None] * array.ndim))))
+
     with bridge.quiet_integers(), bridge.decomposing(), env:
-        yield env.moved
+        yield moved
 
 
 class Counting(FlowMatchEulerDiscreteScheduler):
