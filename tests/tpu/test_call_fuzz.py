@@ -105,7 +105,12 @@ def differ(ours: list, theirs: list) -> str | None:
 
 
 def wrong(ours, theirs) -> str | None:
-    """How an outcome of ours breaks the contract with upstream's; None: it does not."""
+    """How an outcome of ours breaks the contract with upstream's; None: it does not, or is known."""
+    broken = _wrong(ours, theirs)
+    return None if broken is None or any(re.search(pattern, broken) for pattern in KNOWN) else broken
+
+
+def _wrong(ours, theirs) -> str | None:
     (values, error), (expected, upstream) = ours, theirs
     if error is not None and (where := inside(error)):
         return f"raises inside: {where}: {error}"
@@ -156,8 +161,6 @@ def check(one: Subject, number: int) -> tuple[str, str | None]:
         (what, change), run = call_faults.of_a_pipeline(rng, one), whole
     theirs, ours = (outcome(lambda: run(pipe, change())) for pipe in (one.theirs, one.ours))
     broken = wrong(ours, theirs)
-    if broken is not None and any(re.search(pattern, broken) for pattern in KNOWN):
-        broken = None
     return what, good_call(one) if broken is None and ours[1] is not None else broken
 
 
