@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import diffusers  # noqa: F401  in sequences.json
 import tiny
 from conftest import SEED, table
 from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig, tpu
