@@ -64,7 +64,8 @@ class Side:
         rng = np.random.default_rng(seed)
 
         def pick(some):
-            return [*some][int(rng.integers(len([*some])))]
+            some = [*some]
+            return some[int(rng.integers(len(some)))]
 
         def part(*classes):
             named = self.model.named_modules()
