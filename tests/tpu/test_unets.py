@@ -47,6 +47,25 @@ def test_a_unet_with_the_residuals_of_a_controlnet(chips, warned, mesh, batch, h
     assert not [sentence for sentence in warned if "every chip" in sentence]
 
 
+@pytest.mark.parametrize("what", ["scale", "scores"])
+def test_scores_that_a_script_sees_or_scales(chips, what):
+    """Of upstream's processor that computes them, for which another stands that computes none."""
+    theirs, call = tiny.unet(), given(1, 8, 8)
+    theirs.set_default_attn_processor()
+    before = answers(theirs, **call)
+    ours = [installed(theirs, (1, 2, 1))]
+    assert relative(answers(*ours, **call)[0], before[0]) < 1e-5
+    for model in (theirs, *ours):
+        attn = model.mid_block.attentions[0].transformer_blocks[0].attn1
+        if what == "scale":
+            attn.scale *= 3.0
+        else:
+            own = attn.get_attention_scores
+            attn.get_attention_scores = lambda *given, own=own: own(*given) * 0.5
+    (expected,), (found,) = answers(theirs, **call), answers(*ours, **call)
+    assert relative(before[0], expected) > 1e-4 and relative(found, expected) < 1e-5
+
+
 def unet_of_frames(name: str) -> torch.nn.Module:
     sizes = {"block_out_channels": (32, 64), "cross_attention_dim": 32, "layers_per_block": 1, "sample_size": 8}
     if name == "AnimateDiff":

@@ -39,6 +39,22 @@ KNOWN = {  # values of a configuration that read no more of a map than the block
 }
 
 
+class Fused(AttnProcessor2_0):
+    """In place of `upstream`, an AttnProcessor, which computes scores for all to see, by a scale that a script may set."""
+
+    def __init__(self, upstream: AttnProcessor):
+        super().__init__()
+        self.upstream = upstream
+
+    def covers(self, attn) -> bool:
+        """Whether the attention is PyTorch's, and nobody looks at its scores."""
+        usual = attn.scale == (attn.inner_dim // attn.heads) ** -0.5 and attn.norm_q is attn.norm_k is None
+        return usual and "get_attention_scores" not in vars(attn)
+
+    def __call__(self, attn, *args, **kwargs):
+        return (super().__call__ if self.covers(attn) else self.upstream)(attn, *args, **kwargs)
+
+
 def _attention(attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
     """As upstream's; the keys of text are the same on each shard."""
     with keys_here(encoder_hidden_states is not None):
@@ -81,8 +97,10 @@ def _by_shards(output: type, maps: tuple[str, ...], known: tuple, model, *args, 
 
 def _unknown(model, blocks: list, known: set) -> list[str]:
     """The model's parts and settings that are not known to compute on a shard."""
-    processors = {type(m.processor) for m in model.modules() if isinstance(m, Attention)}
-    found = [cls.__name__ for cls in ({*map(type, blocks)} - known) | (processors - {AttnProcessor2_0})]
+    attentions = [m for m in model.modules() if isinstance(m, Attention)]
+    processors = {type(m.processor) for m in attentions} - {AttnProcessor2_0, Fused}
+    found = [cls.__name__ for cls in ({*map(type, blocks)} - known) | processors]
+    found += ["scores"] * any(isinstance(m.processor, Fused) and not m.processor.covers(m) for m in attentions)
     found += ["FreeU"] * any(getattr(block, name, None) is not None for block in blocks for name in FREE_U)
     return sorted(found) + [f"{k} {v}" for k, v in model.config.items() if k in KNOWN and v not in KNOWN[k]]
 
@@ -96,11 +114,10 @@ def plan_of_maps(
         maps: names of the arguments that are maps, in any structure; known: classes of its blocks.
         of_frames: classes of modules whose attention is among the frames of each position of a video.
     """
-    processors = {AttnProcessor: lambda processor: AttnProcessor2_0()}  # the same attention
     forward = functools.partial(_by_shards, output, maps, known)
     methods = {(cls, "forward"): forward, (Attention, "forward"): _attention, (Upsample2D, "forward"): upsampled}
     methods |= {(one, "forward"): _among_frames for one in of_frames}
-    return ModelPlan(parallel=True, methods=methods, processors=processors, axes=5 if of_frames else 4)
+    return ModelPlan(parallel=True, methods=methods, processors={AttnProcessor: Fused}, axes=5 if of_frames else 4)
 
 
 PLAN = plan_of_maps(UNet2DConditionModel, UNet2DConditionOutput)
