@@ -63,7 +63,7 @@ def _of_keys(text: torch.Tensor) -> torch.Tensor:
 
 PLAN = ModelPlan(
     activation_spec=INFERRED,
-    together=True,  # upstream's processor and a script's know no mask of the words
+    together=True,  # a script's processor knows no mask of the words
     batched=BATCHED,
     decide=decide_text,
     processors={Kandinsky5AttnProcessor: KandinskyProcessor},
