@@ -5,6 +5,7 @@ configuration. `sequences.json` has the actions, statements of Python.
 """
 
 import contextlib
+import copy  # noqa: F401  in sequences.json
 import inspect
 import tempfile
 
@@ -45,7 +46,7 @@ class Side:
 
     @property
     def model(self) -> torch.nn.Module:
-        return getattr(self.pipe, "unet", None) or self.pipe.transformer
+        return denoiser(self.pipe)
 
     def models(self) -> list[torch.nn.Module]:
         return [m for m in self.pipe.components.values() if isinstance(m, torch.nn.Module)]
@@ -104,8 +105,8 @@ class Side:
             return run_pipeline(self.pipe, {**base, **given}, OWN_SEED)
 
 
-def first(pipe) -> torch.nn.Parameter:
-    return next((getattr(pipe, "unet", None) or pipe.transformer).parameters())
+def denoiser(pipe) -> torch.nn.Module:
+    return getattr(pipe, "unet", None) or pipe.transformer
 
 
 def times(output, factor: float):
@@ -122,9 +123,10 @@ def scaled(forward, factor: float):
     return lambda *args, **kwargs: times(forward(*args, **kwargs), factor)
 
 
-def drawn(layer):
-    with torch.no_grad():
-        return layer.requires_grad_(False) and [p.normal_(std=0.05) for p in layer.parameters()] and layer
+def drawn(layer: torch.nn.Module) -> torch.nn.Module:
+    for p in layer.requires_grad_(False).parameters():
+        p.normal_(std=0.05)
+    return layer
 
 
 def trained(model, optimizer):
@@ -150,6 +152,7 @@ def test_what_users_do_between_calls(idioms, name, number):
         what, seed = [*ACTIONS][int(rng.integers(len(ACTIONS)))], int(rng.integers(1 << 30))
         (_, theirs), (_, ours) = (outcome(lambda: side.does(ACTIONS[what], seed)) for side in sides)
         done.append(what if theirs is None else f"{what} ({theirs!r})")
+        assert not isinstance(theirs, NameError), f"{what}: {theirs!r}"
         assert (theirs is None) == (ours is None), f"{done}: {ours!r} for {theirs!r}"
         expected, found = (outcome(lambda: side.call(base)) for side in sides)
         assert wrong(found, expected) is None, f"{done}: {wrong(found, expected)}"
