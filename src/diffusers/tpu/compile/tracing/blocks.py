@@ -26,7 +26,7 @@ from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
 from ..state.adapters import Adapters
 from ..state.watch import ABSENT, replaced
-from .functional import Method, numbered, undone_trace, written
+from .functional import numbered, undone_trace, written
 from .keeping import kept_by_blocks
 from .results import PLAIN, Entangled, WeightWritten, flattened, unflattened
 from .run import Run, text_of
@@ -182,10 +182,10 @@ class BlockRuns:
             self.keeping(kept, filled) as gives,
         ):
             names = Adapters(block, self.adapters.order).tensors(block)
-            weights = {f"module.{names[name]}": w for name, w in weights.items()}
+            weights = {names[name]: w for name, w in weights.items()}
             # its forward without hooks, which ran when the model called it
             call = block.forward if forward is ABSENT else forward
-            output, changed = written(Method(block, call), weights, args, kwargs)
+            output, changed = written(block, weights, call, args, kwargs)
         if changed:
             names = (f"{group.path}.{index}.{name}" for name in changed)
             raise WeightWritten(f"it writes into {', '.join(names)}")

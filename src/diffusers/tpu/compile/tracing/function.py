@@ -36,7 +36,7 @@ from ..state.adapters import Adapters
 from ..state.watch import replaced
 from .blocks import BlockRuns
 from .caches import Results, StepCache
-from .functional import Method, Scale, numbered, put, written
+from .functional import Scale, numbered, put, written
 from .results import TENSOR, Entangled, TraceResult, WeightWritten, flattened, plain, refuse_shared, unflattened
 from .scan import Group
 from .scopes import module_scopes
@@ -166,7 +166,7 @@ class PureFunction:
     def line_by_line(self, weights: Arrays, args, kwargs, in_parts: bool = False):
         """Upstream's return value for the caller's own tensors, as `eagerly`, where the environment is active already."""
         with contextlib.nullcontext() if in_parts else bound(_tracing, True):
-            output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
+            output, changed = written(self.module, self._swapped(weights), self.call, args, kwargs)
         for name, weight in changed.items():
             put(self.module, name, weight)
         return output
@@ -183,7 +183,7 @@ class PureFunction:
         method = self.plan.methods.get((cls, name)) if self.attention.mesh.size > 1 else None
         if method is not None and getattr(call, "__func__", None) is getattr(cls, name):
             call = functools.partial(method, self.module)
-        output, changed = written(Method(self.module, call), self._swapped(weights), args, kwargs)
+        output, changed = written(self.module, self._swapped(weights), call, args, kwargs)
         if changed:
             raise WeightWritten(f"it writes into {', '.join(changed)}")
         return output
@@ -208,7 +208,7 @@ class PureFunction:
 
     def _swapped(self, weights: dict[str, jax.Array]) -> dict[str, Tensor]:
         names = Adapters(self.module).tensors(self.module)
-        return {f"module.{names.get(key, key)}": self.gathered(key, w) for key, w in weights.items()}
+        return {names.get(key, key): self.gathered(key, w) for key, w in weights.items()}
 
     def _split(self, weights: dict):
         single, stacked = dict(weights), {group.label: {} for group in self.groups}

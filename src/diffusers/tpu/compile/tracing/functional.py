@@ -13,24 +13,29 @@ from ..state.adapters import Adapters
 from ..state.watch import replaced
 
 
-class Method(torch.nn.Module):
-    """`call`, any bound method of `module`, as a forward, so that functional_call can swap the module's weights."""
+def with_weights(
+    module: torch.nn.Module, weights: dict[str, torch.Tensor], call: Callable, *args, **kwargs
+) -> tuple[object, dict[str, torch.Tensor]]:
+    """What `call`, a method of the module, returns while the module has these weights, by name; and the weights afterwards.
 
-    def __init__(self, module: torch.nn.Module, call: Callable):
-        super().__init__()
-        self.module = module
-        self.__dict__["call"] = call
+    `torch.func.functional_call` does not give a submodule that occurs twice its own weights back (torch 2.13).
+    """
+    tensors = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    held = (held for owner in module.modules() for held in (owner._parameters, owner._buffers))
+    found = [(one, key, tensors.get(id(tensor))) for one in held for key, tensor in one.items()]
+    places = [(one, key, name) for one, key, name in found if name in weights]
+    with replaced((one, key, weights[name]) for one, key, name in places):
+        output = call(*args, **kwargs)
+        return output, {name: one[key] for one, key, name in reversed(places) if key in one}
 
-    def forward(self, *args, **kwargs):
-        return self.call(*args, **kwargs)
 
-
-def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> tuple[object, dict[str, torch.Tensor]]:
-    """What the method returns with these weights, by `module.NAME`; and those of them that it wrote to or replaced, by `NAME`."""
+def written(
+    module: torch.nn.Module, weights: dict[str, torch.Tensor], call: Callable, args, kwargs
+) -> tuple[object, dict[str, torch.Tensor]]:
+    """As `with_weights`, with those weights only that the call wrote to or replaced."""
     before = {name: weight.jax() for name, weight in weights.items()}
-    output = torch.func.functional_call(method, weights, args, kwargs)  # puts what is there afterwards into `weights`
-    after = {name: w for name, w in weights.items() if not isinstance(w, Tensor) or w.jax() is not before[name]}
-    return output, {name.removeprefix("module."): weight for name, weight in after.items()}
+    output, after = with_weights(module, weights, call, *args, **kwargs)
+    return output, {name: w for name, w in after.items() if not isinstance(w, Tensor) or w.jax() is not before[name]}
 
 
 def numbered(

@@ -14,7 +14,7 @@ from ...bridge.convolutions import joined_in_time
 from ...kernels.settings import current
 from ...kernels.video import chunks, halo, norm, tiles
 from ...kernels.video.convolution import doubled_by_lines
-from .functional import Method
+from .functional import with_weights
 
 
 def _lifted(function: Callable, **fixed) -> Callable:
@@ -85,12 +85,10 @@ def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, 
     """
     weights = [dict(module.state_dict(keep_vars=True)) for module in modules]
     stacked = {name: jnp.stack([tensors[name].jax() for tensors in weights]) for name in weights[0]}
-    method = Method(modules[0], functools.partial(call, modules[0]))
 
     def one(x, weights_and_own):
         weights, own = weights_and_own
-        weights = {f"module.{name}": tensor for name, tensor in weights.items()}
-        return torch.func.functional_call(method, weights, (x, own))
+        return with_weights(modules[0], weights, call, modules[0], x, own)[0]
 
     return _lifted(lax.scan)(one, x, (stacked, own))
 
