@@ -20,6 +20,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import TPUConfig, bridge
 from diffusers.tpu.bridge import layers
+from diffusers.tpu.chips.devices import SUMMED_BY
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import linear, linear_blocks, narrow
 from diffusers.tpu.kernels.pallas import round_up
@@ -127,12 +128,15 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
         assert linear.linear(x, w, b, "", other) is None
 
 
-@pytest.mark.parametrize("split, activation", [(0, "silu"), (1, "")])
-def test_of_a_weight_over_tp(chips, split, activation):
-    """Each chip of `tp` has columns of the result, or adds to all of them; also where the weight is a layer of a stack."""
+@pytest.mark.parametrize("split, activation, tokens", [(0, "silu", 79), (1, "", 79), (1, "", 128)])
+def test_of_a_weight_over_tp(chips, monkeypatch, split, activation, tokens):
+    """Each chip of `tp` has columns of the result, or adds to all of them, in halves of whole blocks; also where the weight is a layer
+    of a stack."""
+    monkeypatch.setattr(linear, "LEAST_HALF", 32)
     settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 2, 2)))
-    x, w, b = draw(2, 79, 256), draw(512, 256), draw(512)
+    x, w, b = draw(2, tokens, 256), draw(512, 256), draw(512)
     run = jax.jit(lambda x, w, b: linear.linear(x, w, b, activation, settings, split=split))
+    assert (SUMMED_BY in str(jax.make_jaxpr(run)(x, w, b))) == (tokens == 128)
     exact = wide(x) @ wide(w).T + wide(b)
     exact = exact / (1 + np.exp(-exact)) if activation else exact
     stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)
@@ -160,8 +164,10 @@ def test_products_of_8_bits(chips, monkeypatch, kind, degrees, split):
     """By the kernels and by plain operations; of inputs over `tp` each chip has scales of its own, which are no worse. The stack that a
     weight is a layer of is not read."""
     monkeypatch.setattr(narrow, "BYTES_OF_A_WEIGHT", 0)
+    monkeypatch.setattr(linear, "LEAST_HALF", 32)
     rng, mesh = np.random.default_rng(), degrees and make_mesh(chips, degrees)
-    tokens, columns, depth = int(rng.integers(40, 400)), 128 * int(rng.integers(2, 6)), 256 * int(rng.integers(1, 4))
+    tokens = 128 * int(rng.integers(1, 4)) if split == 1 else int(rng.integers(40, 400))  # sums over chips in halves
+    columns, depth = 128 * int(rng.integers(2, 6)), 256 * int(rng.integers(1, 4))
     x, w, b, residual = draw(2, tokens, depth), draw(columns, depth), draw(columns), draw(2, tokens, columns)
     exact, sums = wide(x) @ wide(w).T + wide(b), in_8_bits(wide(x), kind) @ in_8_bits(wide(w), kind).T + wide(b)
     stack = jnp.stack([-w, w]), jnp.int32(1)

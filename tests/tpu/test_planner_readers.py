@@ -13,7 +13,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from diffusers.tpu.apps.cli import main
-from diffusers.tpu.chips.devices import QUEUE, QUEUED_BY, compile_lowered, compiler_options
+from diffusers.tpu.chips.devices import QUEUE, QUEUED_BY, SUMMED_BY, compile_lowered, compiler_options
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.planner import aot, bundles, hlo, ici, profile, timing
 
@@ -150,13 +150,13 @@ def test_one_way_at_a_time_of_a_schedule_by_hand():
 
 def test_what_the_sparse_cores_cannot_exchange_goes_without_them(warned):
     """All-to-alls over the links beside the core, gathers still on the SparseCores; where those are refused too, with a warning, neither.
-    Exchanges queue there in programs that send some during attention."""
+    Exchanges queue there in programs that send some during attention; sums go there in programs that have halves of layers to sum."""
     options, asked = compiler_options(types.SimpleNamespace(platform="tpu", device_kind="TPU v6e"), True), []
 
     def refusing(words, what="sparse_core", text=""):
         def compile(given):
             asked.append({*filter(given.get, given)})
-            if any(on and what in name for name, on in given.items()):
+            if any(on is True and what in name for name, on in given.items()):
                 raise jax.errors.JaxRuntimeError(words)
             return "executable"
 
@@ -172,6 +172,13 @@ def test_what_the_sparse_cores_cannot_exchange_goes_without_them(warned):
     grouped = refusing(refused, "sparse_core_collective_offload_dense", f'kernel_name = "{QUEUED_BY}"')
     assert compile_lowered(grouped, options) == "executable"
     assert asked[5:] == [{QUEUE, gathers, all_to_alls}, {QUEUE, gathers, beside}]
+    del asked[:]
+    summing = refusing(refused, text=f'kernel_name = "{SUMMED_BY}"')
+    assert compile_lowered(summing, options) == "executable"
+    sums, apart = f"{offload}_all_reduce", "xla_tpu_sparse_core_all_reduce_offload_max_num_operands"
+    assert [*map(sorted, asked)] == [
+        sorted(some) for some in ({gathers, all_to_alls, sums, apart}, {gathers, beside, sums, apart}, {beside, apart})
+    ]
     with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
         compile_lowered(refusing("no room", ""), options)
 

@@ -19,7 +19,7 @@ from ..common.config import Environment, read_environment
 from ..common.errors import chips_are_there
 from ..common.files import make_room
 from . import hosts
-from .figures import GENERATIONS, GIB, chip_of_kind, generation_of
+from .figures import GENERATIONS, GIB, SUMS, chip_of_kind, generation_of
 
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -32,6 +32,9 @@ SPARSE, ALL_TO_ALLS = "sparse_core", "xla_tpu_enable_async_all_to_all"  # option
 # Exchanges are queued on the SparseCores, without the core starting each: for programs with an exchange during attention. In
 # others, sums between chips would queue behind prefetched weights (FLUX.2 on v6e-8: 84 ms instead of 79).
 QUEUE, QUEUED_BY = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs", "exchange_cut_together"
+# The SparseCores sum the results of a layer's first rows while the core computes the others.
+SUMS_APART, SUMMED_BY = "xla_tpu_sparse_core_all_reduce_offload_max_num_operands", "linear_kernel_of_half"
+ONLY_FOR = {QUEUE: QUEUED_BY, SUMS: SUMMED_BY, SUMS_APART: SUMMED_BY}  # option -> kernel of the programs that have it
 
 
 def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
@@ -45,9 +48,8 @@ def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
 
 def _on_core(options: dict, refused: Iterable[str]) -> dict[str, bool | str]:
     """The options with the `refused` SparseCore ones off; all-to-alls then run asynchronously without SparseCores."""
-    return {
-        name: name == ALL_TO_ALLS or (on and not (SPARSE in name and name in refused)) for name, on in options.items()
-    }
+    off = {name for name in refused if SPARSE in name and options[name] is True}
+    return {name: name == ALL_TO_ALLS or (False if name in off else on) for name, on in options.items()}
 
 
 def compile_lowered(lowered, options: dict[str, bool | str] | None):
@@ -55,13 +57,14 @@ def compile_lowered(lowered, options: dict[str, bool | str] | None):
     still cannot, everything does, with a warning. Options that it does not have are left out, with a warning."""
     import jax
 
-    if QUEUE in (options or {}) and QUEUED_BY not in lowered.as_text():
-        options = {name: on for name, on in options.items() if name != QUEUE}
+    if any(name in ONLY_FOR for name in options or {}):
+        text = lowered.as_text()
+        options = {name: on for name, on in options.items() if name not in ONLY_FOR or ONLY_FOR[name] in text}
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         line = str(error).splitlines()[0]
-        sparse = [name for name, on in (options or {}).items() if SPARSE in name and on]
+        sparse = [name for name, on in (options or {}).items() if SPARSE in name and on is True]
         unknown = re.search(r"No such compile option: '([^']+)'", line)
         if unknown and unknown[1] in (options or {}):
             notices.warn_once(f"this compiler has no option {unknown[1]}, programs are compiled without it")

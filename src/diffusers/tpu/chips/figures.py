@@ -9,6 +9,7 @@ from pathlib import Path
 
 
 MIB, GIB = 2**20, 2**30
+SUMS = "xla_tpu_enable_sparse_core_collective_offload_all_reduce"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,12 @@ class Chip:
     branch_slots: int = 4
     splash_blocks: tuple[int, ...] = ()
     stalls: float = 1.06
-    exchange_options: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    exchange_options: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
+
+    @property
+    def sums_beside(self) -> bool:
+        """Whether chips sum products of theirs while their cores compute."""
+        return SUMS in self.exchange_options
 
     def matrix_cycles(self, rows: int) -> float:
         """The least cycles for which so many rows of bfloat16 occupy a matrix unit, at the chip's peak."""

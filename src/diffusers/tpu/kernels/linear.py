@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from ..chips.devices import SUMMED_BY
+from ..chips.figures import chip_of
 from .kept import is_worth_its_room, layer_result
 from .linear_blocks import MOST_FILL, Blocks, choose
 from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
@@ -41,6 +43,8 @@ SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 # relative error is 5e-5; beyond 6, GELU gives -6e-9 in place of results between that and zero.
 LOG_CDF = -0.6931921, -0.79724, -0.3197294, -0.03547896, 0.004987583, -0.0004235818, 1.593547e-05
 
+LEAST_HALF = 512  # rows; with fewer the matrix units would wait for weights
+
 
 def _gelu(x):
     # x cdf(x) is max(x, 0) - |x| cdf(-|x|): one exponential and no division, a third of an error function's operations
@@ -64,7 +68,9 @@ EXACT_ACTIVATIONS = {
 }  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("turned", "activation", "blocks", "generation", "interpret"), inline=True)
+@functools.partial(
+    jax.jit, static_argnames=("turned", "activation", "half", "blocks", "generation", "interpret"), inline=True
+)
 def tpu_linear(
     x: Float[Array, "B M K"],
     w: Float[Array, "N K"] | Float[Array, "L N K"],
@@ -78,10 +84,11 @@ def tpu_linear(
     activation: str = "",
     gate: Float[Array, "B 1 N"] | None = None,
     residual: Float[Array, "B M N"] | None = None,
+    half: int | None = None,
     blocks: Blocks,
     generation: str | None = None,
     interpret: bool = False,
-) -> Float[Array, "B M N"]:
+) -> Float[Array, "B M|M/2 N"]:
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
     `beside`: further channels of the rows of x, for the last of w's inputs; x then has a multiple of 128 channels.
@@ -89,14 +96,17 @@ def tpu_linear(
     `factor`: weights and bias of another layer, whose result multiplies the activated one; `layer` then has the indices of both.
     `scales`: of the rows of x and w in 8 bits; the result is bfloat16.
     `gate`: in the dtype to which the gated result is rounded; only with a residual, which has the result's dtype.
+    `half`: 0 or 1, only of the first or the second half of the rows, which are whole blocks; without gate and residual.
     """
     (batch, rows, own), (columns, depth) = x.shape, w.shape[-2:]
     dtype = x.dtype if scales is None else jnp.bfloat16
+    rows = rows if half is None else rows // 2
+    before = half * (rows // blocks.rows) if half else 0
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
     inputs = {"x": x} if beside is None else {"x": x, "y": beside}
     operands = {
-        name: (array, pl.BlockSpec((None, blocks.rows, array.shape[-1]), lambda n, i, m, *_: (i, m, 0)))
+        name: (array, pl.BlockSpec((None, blocks.rows, array.shape[-1]), lambda n, i, m, *_: (i, before + m, 0)))
         for name, array in inputs.items()
     }
     layers = [(w, b)] if factor is None else [(w, b), factor]
@@ -110,7 +120,7 @@ def tpu_linear(
         of_bias = pl.BlockSpec((1, blocks.columns), lambda n, i, m, *_: (0, n))
         operands |= dict(zip(names, ((weights, of_weight), (bias, of_bias))))
     if scales is not None:
-        place = pl.BlockSpec((None, blocks.rows, 1), lambda n, i, m, *_: (i, m, 0))
+        place = pl.BlockSpec((None, blocks.rows, 1), lambda n, i, m, *_: (i, before + m, 0))
         operands |= {"row_scales": (scales[0], place), "scales": (scales[1].T, operands["b"][1])}
     if gate is not None:
         place = pl.BlockSpec((None, 1, blocks.columns), lambda n, i, m, *_: (i, 0, n))
@@ -146,7 +156,7 @@ def tpu_linear(
 
     return call_kernel(
         lambda r: in_steps(blocks.rows, blocks.tile, functools.partial(tile, r)),
-        "linear_kernel",
+        "linear_kernel" if half is None else SUMMED_BY,
         (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
         operands,
         {"o": (out, of_rows)},
@@ -247,6 +257,7 @@ def _kernel_for(
     if blocks is None or found.rows < least or not ((few or whole_lanes(columns)) and whole_lanes(depth)):
         return None
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
+    of_half = _blocks_of_half(found.rows, columns, depth, settings.generation, how) if summed else None
 
     def local(x, w, b, gate, residual, layer, factor, beside):
         # Samples are merged into one, unless each has a gate or ends within a register: then the reshape is a copy, for which
@@ -261,7 +272,8 @@ def _kernel_for(
         if narrow:
             flat, *scales = tpu_narrowed(flat, settings.linear, interpret=settings.interpreted)
             w, scales = w.values, (*scales, w.scale)
-        out = tpu_linear(
+        layer_of = functools.partial(
+            tpu_linear,
             flat,
             w,
             b,
@@ -273,12 +285,14 @@ def _kernel_for(
             activation=activation,
             gate=None if gate is None else jnp.broadcast_to(gate, (batch, *gate.shape[1:])),
             residual=None if residual is None else residual.reshape(*flat.shape[:-1], -1),
-            blocks=blocks,
             generation=settings.generation,
             interpret=settings.interpreted,
-        ).reshape(*x.shape[:-1], -1)
-        out = jnp.swapaxes(out, -2, -3) if turns else out
-        return jax.lax.psum(out, "tp") if summed else out
+        )
+        halves = [None] if of_half is None or batch > 1 else [0, 1]
+        results = [layer_of(half=n, blocks=blocks if n is None else of_half) for n in halves]
+        results = [jax.lax.psum(result, "tp") for result in results] if summed else results
+        out = jnp.concatenate(results, 1).reshape(*x.shape[:-1], -1)
+        return jnp.swapaxes(out, -2, -3) if turns else out
 
     def run(x, w, b, gate=None, residual=None, layers=None, factor=None, beside=None):
         w, layer = (w, None) if layers is None else layers
@@ -293,6 +307,15 @@ def _kernel_for(
         return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)
 
     return run
+
+
+def _blocks_of_half(rows: int, columns: int, depth: int, generation: str | None, how: dict) -> Blocks | None:
+    """Blocks of half of a layer's rows, for chips that sum the first half's results while they compute the second's; None if they
+    cannot, or if the halves are not whole blocks. `how`: as for `choose`."""
+    if rows < 2 * LEAST_HALF or rows % 2 or not chip_of(generation).sums_beside:
+        return None
+    blocks = choose(rows // 2, columns, depth, generation, **how)
+    return None if blocks is None or rows // 2 % blocks.rows else blocks
 
 
 def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool) -> Array | None:
