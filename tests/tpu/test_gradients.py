@@ -129,7 +129,8 @@ def test_gradients_of_every_family(chips, kind, mesh):
 
 
 def test_weights_that_no_output_depends_on_have_no_gradient(chips):
-    """A decoder's: an optimizer with weight decay would shrink an encoder's if they had zeros. Those of both, one behind the other."""
+    """A decoder's: an optimizer with weight decay would shrink an encoder's if they had zeros. Those of both, one behind the other.
+    Where a loss is of the first of two outputs, those of the second alone have none either."""
     theirs = AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1)
     ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=(1, 1, 1)))
     given = {"z": torch.randn(2, 4, 5, 3), "return_dict": False}
@@ -138,6 +139,13 @@ def test_weights_that_no_output_depends_on_have_no_gradient(chips):
     assert {*found[1]} == {*expected[1]} and not any("encoder" in name for name in found[1])
     given = {"sample": torch.randn(2, 3, 10, 6)}
     assert_alike(*(gradients(model, given, functools.partial(decoded_again, model)) for model in (ours, theirs)))
+    theirs, given = denoisers.built("ltx2", 4), denoisers.inputs("ltx2", 1)
+    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=(1, 1, 1)))
+    for model in (ours.train(), ours.eval()):
+        found, expected = (gradients(m, given, lambda m=m, **given: m(**given)[:1]) for m in (model, theirs))
+        assert_alike(found, expected)
+        more = {name for name in {*found[1]} - {*expected[1]} if "transformer_blocks" not in name}
+        assert not more and "audio_scale_shift_table" not in found[1]
 
 
 def test_evaluation_mode_shares_the_program_of_calls_without_gradients(chips):

@@ -57,12 +57,12 @@ class Differentiable:
     Gradients of weights are sharded as the weights are stored.
 
     Attributes:
-        reached: for each wanted tensor and weight, whether an output depends on it; the others have no gradient.
+        reached: for each wanted tensor and weight, whether each floating-point output depends on it; without any it has no gradient.
     """
 
     def __init__(self, program: Program, wanted: Wanted):
         self.program, self.wanted = program, wanted
-        self.reached: list[bool] = []
+        self.reached: list[list[bool]] = []
         # Shard residuals like weights without a rule: the compiler's own sharding may be uneven, which JAX refuses.
         self._spread = False
         # The vjp function is a pytree of residuals. Of each: whether it is an argument, and its number among these or the rest.
@@ -143,9 +143,10 @@ class Differentiable:
         weights, _, inputs = jax.tree.map(lambda _: next(numbers), tuple(given))
         places = [inputs[n] for n in self.wanted.tensors] + [weights[key] for key in self.wanted.weights]
         floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jaxpr.out_avals]
-        _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, floating)
-        self.reached = [used[place] for place in places]
-        places = [*itertools.compress(places, self.reached)]
+        outputs = ([n == one for n in range(len(floating))] for one in itertools.compress(itertools.count(), floating))
+        used = [partial_eval.dce_jaxpr(jaxpr.jaxpr, one)[1] for one in outputs]
+        self.reached = [[by_output[place] for by_output in used] for place in places]
+        places = [*itertools.compress(places, map(any, self.reached))]
 
         def outputs_of(asked):
             arguments = list(flat)
@@ -160,7 +161,7 @@ class Differentiable:
     def _as_stored(self, gradients: list) -> list:
         avals, everywhere = self.program.given[0], NamedSharding(self.program.mesh, PartitionSpec())
         there = [everywhere] * len(self.wanted.tensors) + [avals[key].sharding for key in self.wanted.weights]
-        there = itertools.compress(there, self.reached)
+        there = itertools.compress(there, map(any, self.reached))
         return [jax.lax.with_sharding_constraint(*pair) for pair in zip(gradients, there)]
 
 
@@ -172,12 +173,13 @@ class _Call(torch.autograd.Function):
         token = torch.empty(0)  # holds what is kept: torch frees it after the backward pass
         outputs, token.kept = call.run()
         ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
         ctx.mark_non_differentiable(*(t for t in outputs if not _is_floating(t)))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor):
+    def backward(ctx, *gradients: torch.Tensor | None):
         if torch.is_grad_enabled():
             raise NotImplementedError(ONLY_BACKWARD.format("create_graph=True"))
         (token,) = ctx.saved_tensors
@@ -261,13 +263,19 @@ class DifferentiatedCall:
         call.values = None  # torch frees what is kept, with its graph
         return [bridge.from_numpy(x) for x in outputs], kept
 
-    def back(self, kept, gradients: tuple[torch.Tensor, ...], nodes: list) -> Iterator[torch.Tensor | None]:
-        """Gradients of what asked for one, arguments first. None where no output depends on it, and where the gradient of a weight
-        stays on the chips. `gradients`: of the flat outputs. `nodes`: where torch passes each gradient on."""
+    def back(self, kept, gradients: tuple[torch.Tensor | None, ...], nodes: list) -> Iterator[torch.Tensor | None]:
+        """Gradients of what asked for one, arguments first. None where no output that has a gradient depends on it, and where the
+        gradient of a weight stays on the chips. `gradients`: of the flat outputs. `nodes`: where torch passes each gradient on."""
         runner, program, nodes = self.runner, self.program, iter(nodes)
         with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
             everywhere = NamedSharding(program.mesh, PartitionSpec())
-            given = [bridge.to_jax(g.contiguous(), everywhere) for g in gradients if _is_floating(g)]
+            floating = [(x, g) for x, g in zip(program.avals, gradients) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            given = [
+                bridge.to_jax(g.contiguous(), everywhere)
+                if g is not None
+                else jnp.zeros(x.shape, x.dtype, device=everywhere)
+                for x, g in floating
+            ]
             with runner.within_hbm(lambda: f"to go back through {runner.name} of {program.shapes}"):
                 if not self.keeps:
                     program = self._program_again()
@@ -278,8 +286,11 @@ class DifferentiatedCall:
             if len(program.executables) > before:
                 self._count()
                 runner.executables.keep_program(program)
-            reached = iter(found)
-            found = (next(reached) if is_reached else None for is_reached in differentiable.reached)
+            computed, found = iter(found), []
+            for outputs in differentiable.reached:
+                x = next(computed) if any(outputs) else None
+                found.append(x if any(g is not None for _, g in itertools.compress(floating, outputs)) else None)
+            found = iter(found)
             for t, x, _ in zip(self.inputs.values(), found, nodes):
                 yield None if x is None else bridge.from_numpy(x).to(t.dtype)
             for (key, asked), x in zip(self.weights.items(), found):
