@@ -193,6 +193,18 @@ def test_a_cache_goes_on_where_no_program_stands_for_a_step(chips):
     assert ours._tpu_runner.eager
 
 
+def test_a_block_in_two_places_keeps_its_weights(chips):
+    """TaylorSeer's counts of its calls are no program's, so that they run line by line, with the chips' weights in its place."""
+    theirs, ours, given = pair((1, 2, 1))
+    for model in (theirs, ours):
+        model.enable_cache(CACHES["taylor"][0](None))
+        model.transformer_blocks[1] = model.transformer_blocks[0]
+    for _ in range(2):
+        assert stepped((theirs, ours), given, 0.2) < 1e-5
+        assert all(type(p) is torch.nn.Parameter and p.device.type == "cpu" for p in ours.parameters())
+    assert ours._tpu_runner.modes.reasons()
+
+
 @pytest.mark.parametrize("name", CACHES)
 def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
     """CogVideoX: both branches in one batch, latents and text from block to block, no pipeline around.

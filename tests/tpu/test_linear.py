@@ -128,15 +128,15 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
         assert linear.linear(x, w, b, "", other) is None
 
 
-@pytest.mark.parametrize("split, activation, tokens", [(0, "silu", 79), (1, "", 79), (1, "", 128)])
+@pytest.mark.parametrize("split, activation, tokens", [(0, "silu", 79), (1, "", 41), (1, "", 79), (1, "", 128)])
 def test_of_a_weight_over_tp(chips, monkeypatch, split, activation, tokens):
-    """Each chip of `tp` has columns of the result, or adds to all of them, in halves of whole blocks; also where the weight is a layer
+    """Each chip of `tp` has columns of the result, or adds to all of them, of many rows in two parts; also where the weight is a layer
     of a stack."""
-    monkeypatch.setattr(linear, "LEAST_HALF", 32)
+    monkeypatch.setattr(linear, "LEAST_PART", 16)
     settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 2, 2)))
     x, w, b = draw(2, tokens, 256), draw(512, 256), draw(512)
     run = jax.jit(lambda x, w, b: linear.linear(x, w, b, activation, settings, split=split))
-    assert (SUMMED_BY in str(jax.make_jaxpr(run)(x, w, b))) == (tokens == 128)
+    assert (SUMMED_BY in str(jax.make_jaxpr(run)(x, w, b))) == (split == 1 and tokens > 41)
     exact = wide(x) @ wide(w).T + wide(b)
     exact = exact / (1 + np.exp(-exact)) if activation else exact
     stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)
@@ -164,10 +164,9 @@ def test_products_of_8_bits(chips, monkeypatch, kind, degrees, split):
     """By the kernels and by plain operations; of inputs over `tp` each chip has scales of its own, which are no worse. The stack that a
     weight is a layer of is not read."""
     monkeypatch.setattr(narrow, "BYTES_OF_A_WEIGHT", 0)
-    monkeypatch.setattr(linear, "LEAST_HALF", 32)
+    monkeypatch.setattr(linear, "LEAST_PART", 32)
     rng, mesh = np.random.default_rng(), degrees and make_mesh(chips, degrees)
-    tokens = 128 * int(rng.integers(1, 4)) if split == 1 else int(rng.integers(40, 400))  # sums over chips in halves
-    columns, depth = 128 * int(rng.integers(2, 6)), 256 * int(rng.integers(1, 4))
+    tokens, columns, depth = int(rng.integers(40, 400)), 128 * int(rng.integers(2, 6)), 256 * int(rng.integers(1, 4))
     x, w, b, residual = draw(2, tokens, depth), draw(columns, depth), draw(columns), draw(2, tokens, columns)
     exact, sums = wide(x) @ wide(w).T + wide(b), in_8_bits(wide(x), kind) @ in_8_bits(wide(w), kind).T + wide(b)
     stack = jnp.stack([-w, w]), jnp.int32(1)

@@ -150,7 +150,7 @@ def test_one_way_at_a_time_of_a_schedule_by_hand():
 
 def test_what_the_sparse_cores_cannot_exchange_goes_without_them(warned):
     """All-to-alls over the links beside the core, gathers still on the SparseCores; where those are refused too, with a warning, neither.
-    Exchanges queue there in programs that send some during attention; sums go there in programs that have halves of layers to sum."""
+    Exchanges queue there in programs that send some during attention; sums go there in programs with layers in parts."""
     options, asked = compiler_options(types.SimpleNamespace(platform="tpu", device_kind="TPU v6e"), True), []
 
     def refusing(words, what="sparse_core", text=""):

@@ -33,7 +33,7 @@ SPARSE, ALL_TO_ALLS = "sparse_core", "xla_tpu_enable_async_all_to_all"  # option
 # others, sums between chips would queue behind prefetched weights (FLUX.2 on v6e-8: 84 ms instead of 79).
 QUEUE, QUEUED_BY = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs", "exchange_cut_together"
 # The SparseCores sum the results of a layer's first rows while the core computes the others.
-SUMS_APART, SUMMED_BY = "xla_tpu_sparse_core_all_reduce_offload_max_num_operands", "linear_kernel_of_half"
+SUMS_APART, SUMMED_BY = "xla_tpu_sparse_core_all_reduce_offload_max_num_operands", "linear_kernel_of_part"
 ONLY_FOR = {QUEUE: QUEUED_BY, SUMS: SUMMED_BY, SUMS_APART: SUMMED_BY}  # option -> kernel of the programs that have it
 
 

@@ -43,7 +43,7 @@ SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 # relative error is 5e-5; beyond 6, GELU gives -6e-9 in place of results between that and zero.
 LOG_CDF = -0.6931921, -0.79724, -0.3197294, -0.03547896, 0.004987583, -0.0004235818, 1.593547e-05
 
-LEAST_HALF = 512  # rows; with fewer the matrix units would wait for weights
+LEAST_PART = 512  # rows; with fewer the matrix units would wait for weights
 
 
 def _gelu(x):
@@ -69,7 +69,7 @@ EXACT_ACTIVATIONS = {
 
 
 @functools.partial(
-    jax.jit, static_argnames=("turned", "activation", "half", "blocks", "generation", "interpret"), inline=True
+    jax.jit, static_argnames=("turned", "activation", "part", "blocks", "generation", "interpret"), inline=True
 )
 def tpu_linear(
     x: Float[Array, "B M K"],
@@ -84,11 +84,11 @@ def tpu_linear(
     activation: str = "",
     gate: Float[Array, "B 1 N"] | None = None,
     residual: Float[Array, "B M N"] | None = None,
-    half: int | None = None,
+    part: tuple[int, int] | None = None,
     blocks: Blocks,
     generation: str | None = None,
     interpret: bool = False,
-) -> Float[Array, "B M|M/2 N"]:
+) -> Float[Array, "B M|P N"]:
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
     `beside`: further channels of the rows of x, for the last of w's inputs; x then has a multiple of 128 channels.
@@ -96,12 +96,12 @@ def tpu_linear(
     `factor`: weights and bias of another layer, whose result multiplies the activated one; `layer` then has the indices of both.
     `scales`: of the rows of x and w in 8 bits; the result is bfloat16.
     `gate`: in the dtype to which the gated result is rounded; only with a residual, which has the result's dtype.
-    `half`: 0 or 1, only of the first or the second half of the rows, which are whole blocks; without gate and residual.
+    `part`: the first row, of a block, and the number P of rows to compute; without gate and residual.
     """
     (batch, rows, own), (columns, depth) = x.shape, w.shape[-2:]
     dtype = x.dtype if scales is None else jnp.bfloat16
-    rows = rows if half is None else rows // 2
-    before = half * (rows // blocks.rows) if half else 0
+    first, rows = part or (0, rows)
+    before = first // blocks.rows
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
     inputs = {"x": x} if beside is None else {"x": x, "y": beside}
@@ -156,7 +156,7 @@ def tpu_linear(
 
     return call_kernel(
         lambda r: in_steps(blocks.rows, blocks.tile, functools.partial(tile, r)),
-        "linear_kernel" if half is None else SUMMED_BY,
+        "linear_kernel" if part is None else SUMMED_BY,
         (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
         operands,
         {"o": (out, of_rows)},
@@ -257,7 +257,9 @@ def _kernel_for(
     if blocks is None or found.rows < least or not ((few or whole_lanes(columns)) and whole_lanes(depth)):
         return None
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
-    of_half = _blocks_of_half(found.rows, columns, depth, settings.generation, how) if summed else None
+    two, blocks_of_two = None, None
+    if summed and not settings.added:
+        two, blocks_of_two = _two_parts(found.rows, columns, depth, settings.generation, how)
 
     def local(x, w, b, gate, residual, layer, factor, beside):
         # Samples are merged into one, unless each has a gate or ends within a register: then the reshape is a copy, for which
@@ -288,8 +290,10 @@ def _kernel_for(
             generation=settings.generation,
             interpret=settings.interpreted,
         )
-        halves = [None] if of_half is None or batch > 1 else [0, 1]
-        results = [layer_of(half=n, blocks=blocks if n is None else of_half) for n in halves]
+        if two is None or batch > 1:
+            results = [layer_of(blocks=blocks)]
+        else:
+            results = [layer_of(part=part, blocks=blocks_of_two) for part in two]
         results = [jax.lax.psum(result, "tp") for result in results] if summed else results
         out = jnp.concatenate(results, 1).reshape(*x.shape[:-1], -1)
         return jnp.swapaxes(out, -2, -3) if turns else out
@@ -309,13 +313,17 @@ def _kernel_for(
     return run
 
 
-def _blocks_of_half(rows: int, columns: int, depth: int, generation: str | None, how: dict) -> Blocks | None:
-    """Blocks of half of a layer's rows, for chips that sum the first half's results while they compute the second's; None if they
-    cannot, or if the halves are not whole blocks. `how`: as for `choose`."""
-    if rows < 2 * LEAST_HALF or rows % 2 or not chip_of(generation).sums_beside:
-        return None
-    blocks = choose(rows // 2, columns, depth, generation, **how)
-    return None if blocks is None or rows // 2 % blocks.rows else blocks
+def _two_parts(
+    rows: int, columns: int, depth: int, generation: str | None, how: dict
+) -> tuple[list[tuple[int, int]] | None, Blocks | None]:
+    """(first row, number) of two parts of a layer's rows, and their blocks, for chips that sum the results of one part while they
+    compute the other; None if they cannot, or for few rows. `how`: as for `choose`."""
+    few = rows < 2 * LEAST_PART or not chip_of(generation).sums_beside
+    blocks = None if few else choose(rows // 2, columns, depth, generation, **how)
+    if blocks is None or blocks.rows >= rows:
+        return None, None
+    first = max(round(rows / 2 / blocks.rows), 1) * blocks.rows
+    return [(0, first), (first, rows - first)], blocks
 
 
 def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool) -> Array | None:

@@ -26,6 +26,7 @@ class Settings:
         layers, convolutions: as `TPUConfig.layers` and `TPUConfig.convolution_precision`.
         linear: as `TPUConfig.linear`, of denoisers only.
         sparse: frames, height and width of the latents of a video, and `TPUConfig.attention_sparsity`; None: all keys are seen.
+        added: results of layers are added up: where chips sum them, the compiler adds first, so that one sum is exchanged for all.
         differentiable: the trace will be differentiated: kernels are used through functions with gradients.
         tally: a `ModeCounter` of the attention kernel; None: nothing is counted.
 
@@ -48,6 +49,7 @@ class Settings:
     convolutions: str = "high"
     linear: str = "bfloat16"
     sparse: tuple[tuple[int, int, int], float] | None = None
+    added: bool = False
     differentiable: bool = False
     tally: object = None
 
