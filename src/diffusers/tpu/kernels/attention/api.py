@@ -16,7 +16,15 @@ from ...common.notices import warn_once
 from ..settings import Settings, current, using
 from . import kernel, masks, splash
 from .backward import differentiable_attention
-from .parallel import Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
+from .parallel import (
+    Text,
+    attention_by_heads,
+    has_many_keys,
+    joint_attention,
+    joint_mask,
+    parallel_attention,
+    split_over,
+)
 from .reference import Keys, Out, Queries, Values, reference_attention
 from .softmax_modes import ONLINE
 from .sparse import Nearest, nearest
@@ -215,6 +223,8 @@ def _spread(settings: Settings, q, k, mask, local):
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
     spread = functools.partial(parallel_attention, **_over_mesh(settings, local))
+    if has_many_keys(mesh, q, k, mask):
+        return spread, f"heads over {mesh.shape['sp']}, all queries"
     if q.shape[2] != k.shape[2]:
         return spread, f"queries over {mesh.shape['sp']}, whole keys"
     split = split_over(mesh, q, k, settings.ring, mask)

@@ -7,7 +7,8 @@ around the ring of groups (Ring Attention; Liu et al. 2023). Hop h gives out_h a
     lse' = log(e^lse + e^lse_h);   out' = out e^(lse - lse') + out_h e^(lse_h - lse')        in float32.
 
 `ulysses` is the inner factor: after the all-to-all a chip holds one contiguous chunk of the sequence. A sequence that `sp` does
-not divide is padded, and its padding masked. Keys of another length (cross-attention), and text, are replicated.
+not divide is padded, and its padding masked. Keys of another length (cross-attention), and text, are replicated; of `MANY_KEYS`
+each chip has all tokens of some heads, and all queries.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from .sparse import Nearest
 
 
 AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp, with sp split into its two factors
+MANY_KEYS = 4  # for each query
 MOST_FILLED = 1 / 12  # of the heads: of Z-Image's 30 for eight chips; a ring of four takes a third more of its step
 
 
@@ -79,7 +81,8 @@ def parallel_attention(
     ring: int | None = None,
     interpret=None,
 ) -> Out:
-    """Attention of global arrays, the sequence split over `sp`; `attention_by_heads` if there are fewer queries than chips of `sp`.
+    """Attention of global arrays, the sequence split over `sp`; `attention_by_heads` if there are fewer queries than chips of `sp`,
+    `attention_to_many` if there are `MANY_KEYS`.
 
     Args:
         local: attention of one chip, with the arguments of `reference_attention`.
@@ -90,6 +93,8 @@ def parallel_attention(
     q_len, kv_len = q.shape[2], k.shape[2]
     if q_len < mesh.shape["sp"]:
         return attention_by_heads(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
+    if has_many_keys(mesh, q, k, mask):
+        return attention_to_many(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
     split, split_keys = split_over(mesh, q, k, ring, mask), kv_len == q_len
     _refuse_ring(mask and mask.nearest, split)
     if split.ring > 1 and mask is not None and mask.frame != (1, 1):
@@ -170,6 +175,31 @@ def attention_by_heads(
         out_specs=spec,
         check_vma=False,
     )(q, k, v, mask)
+
+
+def has_many_keys(mesh: Mesh, q, k, mask: Mask | None) -> bool:
+    """Whether `attention_to_many` moves less than whole keys would: `MANY_KEYS` for each query, and heads that `sp` and `tp` divide."""
+    divided = all(x.shape[1] % (mesh.shape["tp"] * mesh.shape["sp"]) == 0 for x in (q, k))
+    by_head = any(x.shape[1] > 1 for x in jax.tree.leaves(mask))
+    return mesh.shape["sp"] > 1 and divided and not by_head and k.shape[2] >= MANY_KEYS * q.shape[2]
+
+
+def attention_to_many(
+    q: Queries, k: Keys, v: Values, *, mask: Mask | None, scale: float, mesh: Mesh, local: Callable
+) -> Out:
+    """As `parallel_attention`, where keys are split over `sp` and queries are few: tokens of keys are exchanged for heads."""
+    sp, kv_len, on_dp = mesh.shape["sp"], k.shape[2], "dp" if q.shape[0] % mesh.shape["dp"] == 0 else None
+
+    def attend(q, k, v, mask):
+        k, v = (lax.all_to_all(x, "sp", 1, 2, tiled=True)[:, :, :kv_len] for x in (k, v))
+        own = q.shape[1] // sp
+        q = lax.dynamic_slice_in_dim(q, lax.axis_index("sp") * own, own, 1)
+        return lax.all_gather(local(q, k, v, mask=mask, scale=scale), "sp", axis=1, tiled=True)
+
+    k, v = (padded_to(x, 2, kv_len + -kv_len % sp) for x in (k, v))
+    whole, split = P(on_dp, "tp"), P(on_dp, "tp", "sp")
+    specs = whole, split, split, _mask_specs(mask, on_dp, None, None)
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(q, k, v, mask)
 
 
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
