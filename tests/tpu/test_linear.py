@@ -128,15 +128,19 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
         assert linear.linear(x, w, b, "", other) is None
 
 
-@pytest.mark.parametrize("split, activation, tokens", [(0, "silu", 79), (1, "", 41), (1, "", 79), (1, "", 128)])
-def test_of_a_weight_over_tp(chips, monkeypatch, split, activation, tokens):
+@pytest.mark.parametrize(
+    "split, activation, tokens, generation",
+    [(0, "silu", 79, None), (1, "", 41, None), (1, "", 79, None), (1, "", 128, None), (1, "", 79, "v5e")],
+)
+def test_of_a_weight_over_tp(chips, monkeypatch, split, activation, tokens, generation):
     """Each chip of `tp` has columns of the result, or adds to all of them, of many rows in two parts; also where the weight is a layer
     of a stack."""
     monkeypatch.setattr(linear, "LEAST_PART", 16)
-    settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 2, 2)))
+    settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 2, 2)), generation=generation)
     x, w, b = draw(2, tokens, 256), draw(512, 256), draw(512)
     run = jax.jit(lambda x, w, b: linear.linear(x, w, b, activation, settings, split=split))
-    assert (SUMMED_BY in str(jax.make_jaxpr(run)(x, w, b))) == (split == 1 and tokens > 41)
+    text = str(jax.make_jaxpr(run)(x, w, b))
+    assert (SUMMED_BY in text) == (split == 1 and tokens > 41) and ("ppermute" in text) == (generation == "v5e")
     exact = wide(x) @ wide(w).T + wide(b)
     exact = exact / (1 + np.exp(-exact)) if activation else exact
     stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)

@@ -257,9 +257,8 @@ def _kernel_for(
     if blocks is None or found.rows < least or not ((few or whole_lanes(columns)) and whole_lanes(depth)):
         return None
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
-    two, blocks_of_two = None, None
-    if summed and not settings.added:
-        two, blocks_of_two = _two_parts(found.rows, columns, depth, settings.generation, how)
+    total, meanwhile = _sum_over_tp(parts[1], settings)
+    pieces = _two_parts(found.rows, columns, depth, settings.generation, how) if meanwhile else []
 
     def local(x, w, b, gate, residual, layer, factor, beside):
         # Samples are merged into one, unless each has a gate or ends within a register: then the reshape is a copy, for which
@@ -290,11 +289,8 @@ def _kernel_for(
             generation=settings.generation,
             interpret=settings.interpreted,
         )
-        if two is None or batch > 1:
-            results = [layer_of(blocks=blocks)]
-        else:
-            results = [layer_of(part=part, blocks=blocks_of_two) for part in two]
-        results = [jax.lax.psum(result, "tp") for result in results] if summed else results
+        taken = pieces if pieces and batch == 1 else [(None, blocks)]
+        results = [total(layer_of(part=part, blocks=of_part)) for part, of_part in taken]
         out = jnp.concatenate(results, 1).reshape(*x.shape[:-1], -1)
         return jnp.swapaxes(out, -2, -3) if turns else out
 
@@ -313,17 +309,24 @@ def _kernel_for(
     return run
 
 
-def _two_parts(
-    rows: int, columns: int, depth: int, generation: str | None, how: dict
-) -> tuple[list[tuple[int, int]] | None, Blocks | None]:
-    """(first row, number) of two parts of a layer's rows, and their blocks, for chips that sum the results of one part while they
-    compute the other; None if they cannot, or for few rows. `how`: as for `choose`."""
-    few = rows < 2 * LEAST_PART or not chip_of(generation).sums_beside
-    blocks = None if few else choose(rows // 2, columns, depth, generation, **how)
+def _sum_over_tp(chips: int, settings: Settings) -> tuple[Callable[[Array], Array], bool]:
+    """A function that sums a chip's array with those of the other chips of `tp`; and whether cores can compute meanwhile."""
+    if chips == 1:
+        return lambda x: x, False
+    if chips == 2 and not settings.added and not chip_of(settings.generation).sums_beside:
+        return lambda x: x + jax.lax.ppermute(x, "tp", [(0, 1), (1, 0)]), True  # as much is sent
+    beside = chip_of(settings.generation).sums_beside and not settings.added
+    return functools.partial(jax.lax.psum, axis_name="tp"), beside
+
+
+def _two_parts(rows: int, columns: int, depth: int, generation: str | None, how: dict) -> list[tuple]:
+    """((first row, number), blocks) of two parts of a layer's rows, of which one's results are summed while the other is computed;
+    none for few rows. `how`: as for `choose`."""
+    blocks = choose(rows // 2, columns, depth, generation, **how) if rows >= 2 * LEAST_PART else None
     if blocks is None or blocks.rows >= rows:
-        return None, None
+        return []
     first = max(round(rows / 2 / blocks.rows), 1) * blocks.rows
-    return [(0, first), (first, rows - first)], blocks
+    return [((0, first), blocks), ((first, rows - first), blocks)]
 
 
 def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool) -> Array | None:
