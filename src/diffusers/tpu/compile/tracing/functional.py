@@ -13,6 +13,14 @@ from ..state.adapters import Adapters
 from ..state.watch import replaced
 
 
+class Method(torch.nn.Module):
+    """A call of `call`, any bound method of `module`, as a module's: what watches modules' calls sees it too."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable):
+        super().__init__()
+        self.__dict__.update(module=module, forward=call)
+
+
 def with_weights(
     module: torch.nn.Module, weights: dict[str, torch.Tensor], call: Callable, *args, **kwargs
 ) -> tuple[object, dict[str, torch.Tensor]]:
@@ -25,7 +33,7 @@ def with_weights(
     found = [(one, key, tensors.get(id(tensor))) for one in held for key, tensor in one.items()]
     places = [(one, key, name) for one, key, name in found if name in weights]
     with replaced((one, key, weights[name]) for one, key, name in places):
-        output = call(*args, **kwargs)
+        output = Method(module, call)(*args, **kwargs)
         return output, {name: one[key] for one, key, name in reversed(places) if key in one}
 
 
