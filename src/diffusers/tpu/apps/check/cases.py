@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...chips.devices import compiler_options
 from ...chips.figures import Topology, generation_of
 from ...chips.mesh import make_mesh
 from ...kernels.attention.api import attention
@@ -32,13 +33,14 @@ SCALES = {BOUND: 1.0, CENTRED: 1.0, ONLINE: 4.0}
 
 @dataclass(frozen=True)
 class Kernel:
-    """`arguments(shape, key, mode)`; `run(settings, tally, *arguments)`, None if it does not take them; `reference(*arguments)`."""
+    """`arguments(shape, key, mode)`; `run(settings, tally, *arguments)`, None if it does not take them; `reference(*arguments)`.
+    `degrees`: number of chips -> the mesh of a kernel that needs several; None: it runs on one."""
 
     arguments: Callable
     run: Callable
     reference: Callable
     modes: tuple[str, ...] = ("",)
-    several: bool = False  # it needs several chips
+    degrees: Callable[[int], tuple[int, int, int]] | None = None
 
 
 def _normal(key, *shapes, dtype=jnp.bfloat16) -> list[jax.Array]:
@@ -89,8 +91,12 @@ def _linear_arguments(shape, key, mode):
     return x, w * depth**-0.5, b
 
 
+def _sum_reference(x, w, b):
+    return jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest") + b.astype(jnp.float32)
+
+
 def _linear_reference(x, w, b):
-    y = jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32).T, precision="highest") + b.astype(jnp.float32)
+    y = _sum_reference(x, w, b)
     return jax.nn.gelu(y.astype(x.dtype).astype(jnp.float32), approximate=True)
 
 
@@ -130,7 +136,13 @@ KERNELS = {
         lambda settings, _, x, w, b: convolution(x, w, b, settings, edge=1),
         _convolution_reference,
     ),
-    "exchange": Kernel(_attention_arguments, _exchange, _attention_reference, several=True),
+    "exchange": Kernel(_attention_arguments, _exchange, _attention_reference, degrees=lambda chips: (1, chips, 1)),
+    "sum": Kernel(
+        _linear_arguments,
+        lambda settings, _, x, w, b: linear(x, w, b, "", settings, split=1),
+        _sum_reference,
+        degrees=lambda chips: (1, chips // 2, 2),
+    ),
 }
 
 
@@ -142,14 +154,17 @@ def programs(request: dict, devices: tuple, topology: Topology | None = None) ->
     generation = topology.chip.generation if topology else generation_of(devices[0])
     found = {}
     for name, kernel in KERNELS.items():
-        chips = len(devices) if kernel.several else 1
-        if kernel.several and chips == 1:
+        several = kernel.degrees is not None
+        if several and len(devices) == 1:
             continue
-        mesh = make_mesh(tuple(devices[:chips]), (1, chips, 1))
+        mesh = make_mesh(devices if several else devices[:1], kernel.degrees(len(devices)) if several else (1, 1, 1))
         how = {"platform": devices[0].platform, "generation": generation, "kernel": "kernel", "layers": "kernel"}
-        settings = Settings(mesh=mesh if kernel.several else None, **how)
+        settings = Settings(mesh=mesh if several else None, **how)
+        options = compiler_options(devices[0], True) if several else {}
         for size in SIZES:
             make = functools.partial(kernel.arguments, request[size][name], mode=kernel.modes[0])
             arguments = jax.eval_shape(make, jax.random.key(0))
-            found[f"{name} {size}"] = Program(functools.partial(kernel.run, settings, None), arguments, mesh)
+            found[f"{name} {size}"] = Program(
+                functools.partial(kernel.run, settings, None), arguments, mesh, options=options
+            )
     return found

@@ -16,7 +16,7 @@ def run(rows, request: dict):
     seconds, several = {}, False
     for name, program in cases.programs(request, devices).items():
         kernel, size = name.split()
-        several = several or cases.KERNELS[kernel].several
+        several = several or cases.KERNELS[kernel].degrees is not None
         with rows.trying(f"{name}: runs"):
             compiled = program.compile()
             for mode in cases.KERNELS[kernel].modes:
@@ -25,7 +25,7 @@ def run(rows, request: dict):
             with rows.trying("attention: modes"):
                 check_modes(rows, request, program)
     if not several:
-        rows.skip("exchange", "there is one device")
+        rows.skip("exchange and sum", "there is one device")
     compare_with_plan(rows, request, seconds, plan)
 
 
