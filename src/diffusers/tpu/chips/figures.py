@@ -55,7 +55,7 @@ class Chip:
 
     @property
     def sums_beside(self) -> bool:
-        """Whether chips sum products of theirs while their cores compute."""
+        """Whether SparseCores sum arrays of several chips while the cores compute."""
         return SUMS in self.exchange_options
 
     def matrix_cycles(self, rows: int) -> float:

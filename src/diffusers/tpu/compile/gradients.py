@@ -143,8 +143,8 @@ class Differentiable:
         weights, _, inputs = jax.tree.map(lambda _: next(numbers), tuple(given))
         places = [inputs[n] for n in self.wanted.tensors] + [weights[key] for key in self.wanted.weights]
         floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jaxpr.out_avals]
-        outputs = ([n == one for n in range(len(floating))] for one in itertools.compress(itertools.count(), floating))
-        used = [partial_eval.dce_jaxpr(jaxpr.jaxpr, one)[1] for one in outputs]
+        alone = ([n == one for n in range(len(floating))] for one, is_floating in enumerate(floating) if is_floating)
+        used = [partial_eval.dce_jaxpr(jaxpr.jaxpr, one)[1] for one in alone]
         self.reached = [[by_output[place] for by_output in used] for place in places]
         places = [*itertools.compress(places, map(any, self.reached))]
 
@@ -287,9 +287,9 @@ class DifferentiatedCall:
                 self._count()
                 runner.executables.keep_program(program)
             computed, found = iter(found), []
-            for outputs in differentiable.reached:
-                x = next(computed) if any(outputs) else None
-                found.append(x if any(g is not None for _, g in itertools.compress(floating, outputs)) else None)
+            for depends in differentiable.reached:
+                x = next(computed) if any(depends) else None
+                found.append(x if any(g is not None for _, g in itertools.compress(floating, depends)) else None)
             found = iter(found)
             for t, x, _ in zip(self.inputs.values(), found, nodes):
                 yield None if x is None else bridge.from_numpy(x).to(t.dtype)

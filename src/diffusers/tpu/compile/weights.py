@@ -24,7 +24,7 @@ from ..common import notices
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message, on_chips, settled
 from ..weights.transfer import PlacementRequest, Transfer
-from .state.adapters import Adapters
+from .state.adapters import Adapters, named_tensors
 from .tracing.scan import Group, find_groups
 
 
@@ -273,11 +273,6 @@ def stack_numbers(numbers: dict[str, float], groups: list[Group]) -> dict[str, n
         for name in dict.fromkeys(itertools.chain.from_iterable(of_blocks)):
             values[f"{group.label}.{name}"] = [scales.get(name, 0.0) for scales in of_blocks]
     return {key: np.asarray(value, np.float32) for key, value in (values | left).items()}
-
-
-def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; tied ones once."""
-    return dict((*module.named_parameters(), *module.named_buffers()))
 
 
 def quick_versions(tensors: dict[str, torch.Tensor]) -> tuple:

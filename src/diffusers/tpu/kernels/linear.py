@@ -313,10 +313,10 @@ def _sum_over_tp(chips: int, settings: Settings) -> tuple[Callable[[Array], Arra
     """A function that sums a chip's array with those of the other chips of `tp`; and whether cores can compute meanwhile."""
     if chips == 1:
         return lambda x: x, False
-    if chips == 2 and not settings.added and not chip_of(settings.generation).sums_beside:
+    beside = chip_of(settings.generation).sums_beside
+    if chips == 2 and not beside and not settings.added:
         return lambda x: x + jax.lax.ppermute(x, "tp", [(0, 1), (1, 0)]), True  # as much is sent
-    beside = chip_of(settings.generation).sums_beside and not settings.added
-    return functools.partial(jax.lax.psum, axis_name="tp"), beside
+    return functools.partial(jax.lax.psum, axis_name="tp"), beside and not settings.added
 
 
 def _two_parts(rows: int, columns: int, depth: int, generation: str | None, how: dict) -> list[tuple]:

@@ -25,6 +25,11 @@ def is_tuner(module: torch.nn.Module) -> bool:
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
 
 
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; tied ones once."""
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
 class Adapters:
     """The adapters that forwards of a module add. `layers`: their names by path of the LoRA layer. `order`: their names by place;
     by default in the order in which the layers add them."""
@@ -68,8 +73,7 @@ class Adapters:
 
     def tensors(self, module: torch.nn.Module) -> dict[str, str]:
         """Names in programs -> names in the module, of the parameters and buffers that a forward reads."""
-        names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
-        return {seen: name for name in names if (seen := self.seen(name)) is not None}
+        return {seen: name for name in named_tensors(module) if (seen := self.seen(name)) is not None}
 
     def children(self, path: str, module: torch.nn.Module) -> Iterator[tuple[str, type]]:
         """(name, class) of a module's children, as programs see them."""

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from . import watch
-from .adapters import BOOKKEEPING, SIZES, Adapters
+from .adapters import BOOKKEEPING, SIZES, Adapters, named_tensors
 from .libraries import Libraries, is_library
 from .state import HOOK_REGISTRY, HOOKS, OF_ALL, TENSORS, TORCHS, Quick, State
 from .values import PLAIN, Reader, is_ours
@@ -37,8 +37,7 @@ def read(module: torch.nn.Module, apart: tuple = ()) -> State:
         reader.later(reader.once, function)
     state.key = tree, reader.rest(), state.libraries.key
     seen = {*reader.adapters.tensors(module).values()}
-    named = (*module.named_parameters(), *module.named_buffers())
-    state.tensors = {name: tensor for name, tensor in named if name in seen}
+    state.tensors = {name: tensor for name, tensor in named_tensors(module).items() if name in seen}
     state.quick = Quick(state)  # now, so that changes before the first call are seen
     return state
 

@@ -9,7 +9,7 @@ import torch
 
 from ...bridge import Tensor, environment, from_numpy, numpy_dtype, on_device
 from ..state import Trace, read, undone
-from ..state.adapters import Adapters
+from ..state.adapters import Adapters, named_tensors
 from ..state.watch import replaced
 
 
@@ -28,13 +28,12 @@ def with_weights(
 
     `torch.func.functional_call` does not give a submodule that occurs twice its own weights back (torch 2.13).
     """
-    tensors = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    held = (held for owner in module.modules() for held in (owner._parameters, owner._buffers))
-    found = [(one, key, tensors.get(id(tensor))) for one in held for key, tensor in one.items()]
-    places = [(one, key, name) for one, key, name in found if name in weights]
-    with replaced((one, key, weights[name]) for one, key, name in places):
+    names = {id(tensor): name for name, tensor in named_tensors(module).items() if name in weights}
+    owned = (held for owner in module.modules() for held in (owner._parameters, owner._buffers))
+    places = [(held, key, names[id(t)]) for held in owned for key, t in held.items() if id(t) in names]
+    with replaced((held, key, weights[name]) for held, key, name in places):
         output = Method(module, call)(*args, **kwargs)
-        return output, {name: one[key] for one, key, name in reversed(places) if key in one}
+        return output, {name: held[key] for held, key, name in reversed(places) if key in held}
 
 
 def written(

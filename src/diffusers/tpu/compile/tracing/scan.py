@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import torch
 
-from ..state.adapters import Adapters, lacks, lenders
+from ..state.adapters import Adapters, lacks, lenders, named_tensors
 from ..state.watch import replaced
 
 
@@ -122,8 +122,7 @@ def structure(block: torch.nn.Module, order: list[str], terms: bool = False) -> 
     """What must agree between two blocks for their weights to be stacked. `terms`: also what their adapters add."""
     adapters = Adapters(block, order)
     name_of = adapters.seen if terms else adapters.bare
-    named = (*block.named_parameters(), *block.named_buffers())
-    tensors = [(name_of(name), tuple(t.shape), t.dtype) for name, t in named]
+    tensors = [(name_of(name), tuple(t.shape), t.dtype) for name, t in named_tensors(block).items()]
     modules = [(name_of(name), type(module)) for name, module in block.named_modules()]
     return tuple(tuple(one for one in some if one[0] is not None) for some in (tensors, modules))
 
