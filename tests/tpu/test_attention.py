@@ -115,6 +115,12 @@ def test_causality_and_the_window_of_the_settings():
     assert relative(padded, formula(*(part[:, :, :289] for part in (q, k, v)), mask)) < 3e-6
 
 
+def test_the_value_of_one_key_is_the_result():
+    q, k, v = draw(300, 1, heads=4, kv_heads=2)
+    assert relative(run(KERNEL, q, k, v, enable_gqa=True), formula(q, k, v)) == 0
+    assert relative(run(KERNEL, q, k, v, enable_gqa=True, mask=np.ones((2, 1, 1, 1), bool)), formula(q, k, v)) < 3e-6
+
+
 @pytest.mark.parametrize("kernel", ["kernel", "splash"])
 def test_a_kernel_is_split_by_heads_where_nobody_lays_out(kernel, make_mesh):
     """Eight heads, or as many chips as divide six; the kernel in interpret mode, as on a TPU inside shard_map."""

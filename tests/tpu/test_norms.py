@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +20,7 @@ from diffusers.tpu.bridge import norms
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import rotary
 from diffusers.tpu.kernels.norm import Norm
+from diffusers.tpu.kernels.norm import normed as by_norm
 from diffusers.tpu.kernels.rotary import normed_and_rotated
 from diffusers.tpu.kernels.settings import Settings
 from test_linear import arrays, draw, traced
@@ -77,6 +79,19 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     exact = turned(norm, angle, apart)
     twice = rounded(turned(rounded(norm), angle, apart))  # as upstream does: not by how many tokens are drawn
     assert relative(jax.jit(run)(x, weight, bias, cos, sin), exact) < 1.02 * relative(twice, exact)
+
+
+@pytest.mark.parametrize("batch, tokens", [(24, 25), (5, 16), (3, 25), (2, 700)])
+def test_short_samples_are_normed_together(batch, tokens):
+    """Where vectors are the same for all, rows of several samples are in one block, in either order."""
+    settings, x = Settings(layers="kernel"), draw(batch, tokens, 384) + 1
+    weight, bias, shift = draw(384, dtype=jnp.float32), draw(384, dtype=jnp.float32), draw(1, 1, 384)
+    for steps, added in (((), 0), ((("plus", shift),), wide(shift))):
+        run = functools.partial(by_norm, norm=Norm(weight, 1e-6, bias, True), settings=settings, steps=steps, wide=True)
+        blocks = re.search(r"grid=\((\d+), \d+\)", str(jax.make_jaxpr(run)(x)))
+        assert int(blocks[1]) == (batch if tokens == 700 or batch == 3 else 1)
+        exact = normed(x, 384, weight, bias, True) + added
+        assert relative(jax.jit(run)(x), exact) < 1.02 * relative(wide(jnp.asarray(exact, jnp.bfloat16)), exact)
 
 
 def by_matrices(x, norm, tables):

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .pallas import LANES, call_kernel, cost, in_steps, with_gradients_of
+from .pallas import LANES, SUBLANES, call_kernel, cost, in_steps, with_gradients_of
 from .rows import rows_over_mesh, whole_lanes
 from .settings import Settings
 
@@ -104,6 +104,19 @@ def _followed(x, vectors, dtype, names: tuple[str, ...], own: int, wide: bool):
 def _by_kernel(x, *vectors, eps, centred, interpret, **how):
     batch, tokens, width = x.shape
     tiles = max(1, BLOCK_BYTES // (width * x.dtype.itemsize) // TILE_ROWS)
+    turns = (
+        tokens % SUBLANES != 0
+    )  # a sample ends within a register: then the order in which layers leave rows, as in `linear`
+    if (
+        1 < batch
+        and tokens < tiles * TILE_ROWS
+        and not (batch if turns else tokens) % SUBLANES
+        and all(len(a) == 1 for a in vectors)
+    ):
+        rows = jnp.swapaxes(x, 0, 1) if turns else x
+        out = _by_kernel(rows.reshape(1, -1, width), *vectors, eps=eps, centred=centred, interpret=interpret, **how)
+        out = out.reshape(rows.shape)
+        return jnp.swapaxes(out, 0, 1) if turns else out
     block_rows = min(tiles, pl.cdiv(tokens, TILE_ROWS)) * TILE_ROWS
     parts = [slice(at, min(at + LANES, width)) for at in range(0, width, LANES)]
 

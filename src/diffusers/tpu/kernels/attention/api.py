@@ -37,7 +37,7 @@ class Dispatch:
     Attributes:
         q, k: shapes [B, N, T, D] and [B, K, S, D].
         mask: `Mask.kind`, "" for none.
-        kernel: name in `KERNELS` of the kernel on each chip.
+        kernel: name in `KERNELS` of the kernel on each chip; "one key": none, the result is the key's value.
         chips: how the call is split over the mesh.
         reason: why the fast kernel was not used, where it was expected; else "".
     """
@@ -85,6 +85,9 @@ def attention(
     window = settings.window if q.shape[2] == k.shape[2] else None
     if not isinstance(mask, masks.Mask):
         mask = masks.classify(mask, *q.shape[:3], k.shape[2], is_causal, window)
+    if mask is None and k.shape[2] == 1:  # its weight is 1: an image's embedding (Stable Video Diffusion)
+        _record(Dispatch(q.shape, k.shape, str(q.dtype), "", "one key", "each by itself"))
+        return jnp.broadcast_to(jnp.repeat(v, q.shape[1] // k.shape[1], 1), (*q.shape[:3], v.shape[3]))
     if mask is None and q.shape[2] == k.shape[2]:
         near = _nearest(settings, q.shape[2], q.shape[2])
         mask = near and masks.Mask(nearest=near)

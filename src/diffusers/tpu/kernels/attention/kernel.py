@@ -96,10 +96,8 @@ def tpu_attention(
         how = {"bounds": bounds, "generation": generation, "smoothing": smoothing, "modes": modes, "tally": tally}
         return by_tiles(tpu_attention, q, k, v, mask, scale=scale, interpret=interpret, turned=turned, **how)
     plain = all(x is None for x in (mask, bounds, blocks, wanted, tally, tiles)) and not with_lse
-    if plain and (number := short.number_of(q, k)) > 1:
-        how = {"generation": generation, "smoothing": smoothing, "modes": modes, "interpret": interpret}
-        longer, of_each = (short.together(x, number) for x in (q, k, v)), short.each_by_itself(number, q.shape[2])
-        return short.apart(tpu_attention(*longer, scale=scale, mask=of_each, **how), number, q.shape[2])
+    if plain and short.takes(q, k, v):
+        return short.attention_of_each(q, k, v, scale=scale, interpret=interpret)
     mask = mask or Mask()
     shape = shape_of(q, k, v, mask, with_lse)
     if tiles is not None:
