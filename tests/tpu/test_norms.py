@@ -87,7 +87,9 @@ def test_short_samples_are_normed_together(batch, tokens):
     settings, x = Settings(layers="kernel"), draw(batch, tokens, 384) + 1
     weight, bias, shift = draw(384, dtype=jnp.float32), draw(384, dtype=jnp.float32), draw(1, 1, 384)
     for steps, added in (((), 0), ((("plus", shift),), wide(shift))):
-        run = functools.partial(by_norm, norm=Norm(weight, 1e-6, bias, True), settings=settings, steps=steps, wide=True)
+        run = functools.partial(
+            by_norm, norm=Norm(weight, 1e-6, bias, True), settings=settings, steps=steps, wide=True
+        )
         blocks = re.search(r"grid=\((\d+), \d+\)", str(jax.make_jaxpr(run)(x)))
         assert int(blocks[1]) == (batch if tokens == 700 or batch == 3 else 1)
         exact = normed(x, 384, weight, bias, True) + added

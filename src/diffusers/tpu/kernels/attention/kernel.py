@@ -97,7 +97,7 @@ def tpu_attention(
         return by_tiles(tpu_attention, q, k, v, mask, scale=scale, interpret=interpret, turned=turned, **how)
     plain = all(x is None for x in (mask, bounds, blocks, wanted, tally, tiles)) and not with_lse
     if plain and short.takes(q, k, v):
-        return short.attention_of_each(q, k, v, scale=scale, interpret=interpret)
+        return short.attention_of_each(q, k, v, scale=scale, generation=generation, interpret=interpret)
     mask = mask or Mask()
     shape = shape_of(q, k, v, mask, with_lse)
     if tiles is not None:

@@ -1,7 +1,7 @@
 """Attention of many short sequences, e.g. of the frames at each position of a video's map.
 
-Such a sequence fills no unit, so a product is of several: each sees itself only, of scores of all with all. Sequences lie in memory
-as linear layers leave them (`kernels.linear`): one after another, [B, T, C]; or, where T ends within a register, [T, B, C].
+One sequence would leave units idle, so each product is of several, in which each sees itself only. They lie in memory as linear
+layers leave them (`kernels.linear`): one after another, [B, T, C]; or, where T ends within a register, [T, B, C].
 """
 
 import functools
@@ -12,17 +12,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ..pallas import LANES, LOG2_E, ROWS, SUBLANES, by_token, call_kernel, cost, product, round_up
+from ..pallas import LANES, LOG2_E, ROWS, SUBLANES, by_token, call_kernel, cost, product, round_up, vmem_room
 from .reference import padded_to
 
 
 MOST_TOKENS = LANES
-MOST_APART = 32  # tokens of sequences as [T, B, C]: ROWS sequences are one product, of 512 rows
-ROWS_OF_A_PRODUCT = 128
-MOST_COLUMNS = (
-    640  # in one grid step, if that many are whole heads and whole registers: each head is straight-line code
-)
-BLOCK_BYTES = 1 << 19  # of q, k, v and the result each, in one grid step
+MOST_APART = 32  # tokens of [T, B, C]: a product is of the SUBLANES sequences in a register, of at most 256 rows
+ROWS_OF_A_PRODUCT = 128  # of [B, T, C]
+MOST_COLUMNS = 640  # in one grid step, where these are whole heads and registers: each head is straight-line code
+BLOCK_BYTES = 1 << 19  # of q, k, v and the result, in one grid step
 HIDDEN = -1e30
 
 
@@ -31,22 +29,22 @@ def takes(q: Float[Array, "B N T D"], k: Float[Array, "B N T D"], v: Float[Array
     return q.shape == k.shape == v.shape and q.shape[0] > 1 and q.shape[2] <= MOST_TOKENS
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"), inline=True)
+@functools.partial(jax.jit, static_argnames=("scale", "generation", "interpret"), inline=True)
 def attention_of_each(
     q: Float[Array, "B N T D"],
     k: Float[Array, "B N T D"],
     v: Float[Array, "B N T D"],
     *,
     scale: float,
+    generation: str | None = None,
     interpret=False,
 ) -> Float[Array, "B N T D"]:
     """softmax(scale q k^T) v of each sequence, in q's dtype."""
     batch, heads, tokens, dim = q.shape
-    q, scale = (q, scale) if scale > 0 else (-q, -scale)
     apart = tokens % SUBLANES != 0 and tokens <= MOST_APART
     length = tokens if apart else round_up(tokens, ROWS)
     number = SUBLANES if apart else min(batch, max(ROWS_OF_A_PRODUCT // length, 1))
-    read = ROWS if apart else number  # of registers of bfloat16
+    read = ROWS if apart else number  # sequences at once: a register of bfloat16 has two of float32's
     q, k, v = (_laid(x, apart, length, read) for x in (q, k, v))
     width, count, rows = q.shape[2], q.shape[1 if apart else 0] // read, number * length
     least = math.lcm(dim, LANES)
@@ -55,32 +53,29 @@ def attention_of_each(
     inner = max(n for n in range(1, 65) if not count % n and (n == 1 or n * size <= BLOCK_BYTES))
     block = (length, inner * read, columns) if apart else (inner * read, length, columns)
     spec = pl.BlockSpec(block, lambda c, n: (0, n, c) if apart else (n, 0, c))
-    place = jnp.arange(rows)
-    sequence, token = (place % number, place // number) if apart else (place // length, place % length)
-    hidden = jnp.where((sequence[:, None] == sequence) & (token < tokens), 0.0, HIDDEN)
     operands = {"q": (q, spec), "k": (k, spec), "v": (v, spec)}
-    operands["hidden"] = hidden, pl.BlockSpec((rows, rows), lambda c, n: (0, 0))
+    hidden = _hidden(apart, number, length, tokens)
+    operands["hidden"] = hidden, pl.BlockSpec(hidden.shape, lambda c, n: (0, 0))
     lanes = [slice(at, min(at + LANES, columns)) for at in range(0, columns, LANES)]
+    wide, products = (jnp.float32, [slice(0, SUBLANES), slice(SUBLANES, ROWS)]) if apart else (q.dtype, [slice(None)])
     attend = functools.partial(_of_product, dim=dim, lanes=lanes, factor=scale * LOG2_E)
 
     def run(r):
         @pl.loop(0, inner)
         def of_rows(n):
             some = pl.ds(pl.multiple_of(n * read, read), read)
-            at = (slice(None), some) if apart else (some,)
-            if not apart:
-                given = ([x[*at, :, part].reshape(rows, -1) for part in lanes] for x in (r.q, r.k, r.v))
-                for part, out in zip(lanes, attend(*given, r.hidden)):
-                    r.o[*at, :, part] = out.astype(q.dtype).reshape(number, length, -1)
-                return
-            halves = [slice(0, SUBLANES), slice(SUBLANES, ROWS)]
-            wide = [[x[*at, part].astype(jnp.float32) for part in lanes] for x in (r.q, r.k, r.v)]
-            given = [[[x[:, half].reshape(rows, -1).astype(q.dtype) for x in xs] for xs in wide] for half in halves]
-            results = [attend(*some, r.hidden) for some in given]
-            for part, *two in zip(lanes, *results):
-                r.o[*at, part] = jnp.concatenate([x.reshape(length, SUBLANES, -1) for x in two], 1).astype(q.dtype)
+            at = (slice(None), some) if apart else (some, slice(None))
 
-    scores = count * (read // number) * rows * rows * heads
+            def given(x, those):  # by registers of lanes
+                parts = (x[*at, part].astype(wide)[:, those] for part in lanes)
+                return [part.reshape(rows, -1).astype(q.dtype) for part in parts]
+
+            results = [attend(*(given(x, those) for x in (r.q, r.k, r.v)), r.hidden) for those in products]
+            for part, *out in zip(lanes, *results):
+                out = [x.reshape(length if apart else number, -1, x.shape[1]) for x in out]
+                r.o[*at, part] = jnp.concatenate(out, 1).astype(q.dtype)
+
+    scores = count * len(products) * rows * rows * heads
     result = call_kernel(
         run,
         "short_attention_kernel",
@@ -90,6 +85,7 @@ def attention_of_each(
         parallel=2,
         work=cost(q, k, v, q, flops=4 * scores * dim, transcendentals=scores),
         interpret=interpret,
+        vmem_bytes=vmem_room(generation),
     )["o"]
     result = jnp.swapaxes(result, 0, 1) if apart else result
     return jnp.swapaxes(result[:batch, :tokens].reshape(batch, tokens, heads, dim), 1, 2)
@@ -103,17 +99,23 @@ def _of_product(q: list, k: list, v: list, hidden, *, dim: int, lanes: list[slic
 
         def own(x, n: int, other):
             column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) + lanes[n].start
-            inside = (column >= first) & (column < first + dim)
             whole = first <= lanes[n].start and lanes[n].stop <= first + dim
-            return x if whole else jnp.where(inside, x, other)
+            return x if whole else jnp.where((column >= first) & (column < first + dim), x, other)
 
-        scores = sum(product(own(q[n], n, 0), k[n], 1) for n in there) + hidden[...]
-        weights = jnp.exp2((scores - scores.max(1, keepdims=True)) * factor)
+        scores = sum(product(own(q[n], n, 0), k[n], 1) for n in there) * factor + hidden[...]
+        weights = jnp.exp2(scores - scores.max(1, keepdims=True))
         inverse, weights = 1 / weights.sum(1, keepdims=True), weights.astype(v[0].dtype)
         for n in there:
             result = product(weights, v[n]) * inverse
             out[n] = own(result, n, jnp.zeros_like(result) if out[n] is None else out[n])
     return out
+
+
+def _hidden(apart: bool, number: int, length: int, tokens: int) -> Float[Array, "R R"]:
+    """`HIDDEN` for each row's keys of other sequences, and for padding behind the tokens; zero for its own."""
+    place = jnp.arange(number * length)
+    sequence, token = (place % number, place // number) if apart else (place // length, place % length)
+    return jnp.where((sequence[:, None] == sequence) & (token < tokens), 0.0, HIDDEN)
 
 
 def _laid(x: Float[Array, "B N T D"], apart: bool, length: int, number: int) -> Array:
