@@ -115,7 +115,7 @@ def test_every_mask_of_every_shape(case):
 
 
 @pytest.mark.parametrize(
-    "batch, heads, tokens, dim", [(37, 5, 25, 64), (5, 8, 16, 40), (7, 2, 100, 72), (3, 1, 1, 64)]
+    "batch, heads, tokens, dim", [(37, 5, 25, 64), (9, 2, 24, 64), (5, 8, 16, 40), (7, 2, 100, 72), (3, 1, 1, 64)]
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_short_sequences_see_themselves_only(batch, heads, tokens, dim, dtype):

@@ -112,6 +112,17 @@ def test_samples_whose_last_rows_fill_no_register_stay_apart(monkeypatch, rows, 
     assert relative(ours, exact) <= 1.05 * relative(jnp.asarray(exact, jnp.bfloat16), exact)
 
 
+@pytest.mark.parametrize("samples, rows, height", [(64, 16, None), (2, 150, 160), (1, 300, 304)])
+def test_samples_with_a_gate_each_have_blocks_of_their_own(monkeypatch, samples, rows, height):
+    """Of rows that fill no block the layer leaves its gate to the compiler: Latte's frames of each position."""
+    given = noted(monkeypatch, linear, "tpu_linear", lambda *_, blocks, **how: blocks.rows)
+    x, w, gate, residual = draw(samples, rows, 128), draw(256, 128), draw(samples, 1, 256), draw(samples, rows, 256)
+    ours = linear.linear(x, w, None, "", KERNEL, gate, residual)
+    assert (given, ours is None) == (([], True) if height is None else ([height], False))
+    exact = wide(residual) + wide(gate) * (wide(x) @ wide(w).T)
+    assert height is None or relative(ours, exact) < 2 * relative(wide(jnp.asarray(exact, jnp.bfloat16)), exact)
+
+
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 8, 1), (8, 1, 1)])
 def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
     settings = Settings(layers="kernel", mesh=make_mesh(chips, degrees))

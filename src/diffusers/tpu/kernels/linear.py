@@ -253,6 +253,10 @@ def _kernel_for(
     uneven = math.prod(x.shape[:-2]) > 1 and x.shape[-2] % SUBLANES != 0
     how = {"patient": uneven or max(parts[1], products) > 1, "narrow": narrow, "products": products}
     blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, **how)
+    if blocks is not None and gate is not None:  # then each sample has blocks of its own
+        own = found.rows * (1 if found.mesh is None else found.mesh.shape["dp"]) // math.prod(x.shape[:-2])
+        if own < found.rows and blocks.rows > MOST_FILL * own:
+            blocks = choose(own, columns, depth, settings.generation, True, **how) if own >= LEAST_WHOLE_ROWS else None
     least = min(found.least, LEAST_WHOLE_ROWS) if uneven else found.least
     if blocks is None or found.rows < least or not ((few or whole_lanes(columns)) and whole_lanes(depth)):
         return None

@@ -18,7 +18,10 @@ from .reference import padded_to
 
 MOST_TOKENS = LANES
 MOST_APART = 32  # tokens of [T, B, C]: a product is of the SUBLANES sequences in a register, of at most 256 rows
-ROWS_OF_A_PRODUCT = 128  # of [B, T, C]
+ROWS_OF_A_PRODUCT = {
+    True: 256,
+    False: 128,
+}  # of [B, T, C]; True: heads are whole parts of registers, or whole registers
 MOST_COLUMNS = 640  # in one grid step, where these are whole heads and registers: each head is straight-line code
 BLOCK_BYTES = 1 << 19  # of q, k, v and the result, in one grid step
 HIDDEN = -1e30
@@ -42,8 +45,8 @@ def attention_of_each(
     """softmax(scale q k^T) v of each sequence, in q's dtype."""
     batch, heads, tokens, dim = q.shape
     apart = tokens % SUBLANES != 0 and tokens <= MOST_APART
-    length = tokens if apart else round_up(tokens, ROWS)
-    number = SUBLANES if apart else min(batch, max(ROWS_OF_A_PRODUCT // length, 1))
+    length = tokens if apart else round_up(tokens, SUBLANES)
+    number = SUBLANES if apart else min(batch, max(ROWS_OF_A_PRODUCT[0 in (LANES % dim, dim % LANES)] // length, 1))
     read = ROWS if apart else number  # sequences at once: a register of bfloat16 has two of float32's
     q, k, v = (_laid(x, apart, length, read) for x in (q, k, v))
     width, count, rows = q.shape[2], q.shape[1 if apart else 0] // read, number * length
@@ -57,7 +60,8 @@ def attention_of_each(
     hidden = _hidden(apart, number, length, tokens)
     operands["hidden"] = hidden, pl.BlockSpec(hidden.shape, lambda c, n: (0, 0))
     lanes = [slice(at, min(at + LANES, columns)) for at in range(0, columns, LANES)]
-    wide, products = (jnp.float32, [slice(0, SUBLANES), slice(SUBLANES, ROWS)]) if apart else (q.dtype, [slice(None)])
+    products = [slice(0, SUBLANES), slice(SUBLANES, ROWS)] if apart else [slice(None)]
+    wide = jnp.float32 if apart or length % ROWS else q.dtype  # whose registers have as many rows as a product's parts
     attend = functools.partial(_of_product, dim=dim, lanes=lanes, factor=scale * LOG2_E)
 
     def run(r):
