@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import torch
 
+from ....models.modeling_utils import ModelMixin
 from ..state.adapters import Adapters, lacks, lenders, named_tensors
 from ..state.watch import replaced
 
@@ -73,8 +74,18 @@ def is_repeated(block: torch.nn.Module | None, repeated: set[str]) -> bool:
     return any(type(module).__name__ in repeated for module in (block, *(held if len(held) == 1 else ())))
 
 
+def undeclared(model: torch.nn.Module) -> set[str]:
+    """Names of the classes of neighbours in a denoiser's own lists, for one that declares no repeated blocks; none for a UNet, whose
+    blocks differ in size."""
+    if not isinstance(model, ModelMixin) or hasattr(model, "decode") or hasattr(model, "down_blocks"):
+        return set()
+    lists = (child for child in model.children() if isinstance(child, torch.nn.ModuleList))
+    alike = (one for blocks in lists for one, other in itertools.pairwise(blocks) if type(one) is type(other))
+    return {type(one).__name__ for one in alike if [*one.children()] and not isinstance(one, ModelMixin)}
+
+
 def find_groups(model: torch.nn.Module) -> list[Group]:
-    """Runs of at least two equal neighbours in the model's ModuleLists of blocks that its class declares as repeated.
+    """Runs of at least two equal neighbours in the model's ModuleLists of blocks that its class declares as repeated, or `undeclared`.
 
     diffusers declares them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter; a module around a single one
     counts as that. Blocks of other lists may share state from call to call, such as a VAE's with its feature cache. A UNet's
@@ -84,6 +95,7 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
     repeated = {*(getattr(model, "_repeated_blocks", None) or ())}
     if not hasattr(model, "decode"):
         repeated |= {*(getattr(model, "_no_split_modules", None) or ())}
+    repeated = repeated or undeclared(model)
     times = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     groups, order = [], Adapters(model).order
     for path, blocks in model.named_modules():
