@@ -49,6 +49,7 @@ def assert_equal(theirs, given, mesh):
         slow("framepack", (1, 4, 1), 1, 2),
         ("framepack", (1, 1, 1), 2, 2),
         ("sana", (1, 2, 2), 2, 2),  # convolutions in blocks
+        ("hunyuan dit", (2, 2, 2), 2, 2),  # blocks that it does not declare, half of them given earlier ones' outputs
         ("kandinsky 5", (1, 2, 2), 1, 2),  # a last layer's scale and shift, which no chip has whole
         ("hidream", (1, 2, 2), 2, 4),  # texts of their own for each block, joined and cut between blocks
     ],
@@ -59,6 +60,9 @@ def test_the_transformer_equals_upstreams(chips, own_store, kind, mesh, batch, h
     ours = assert_equal(theirs, inputs(kind, batch), mesh)
     ways = [way for way, times in explain().items() if times > before.get(way, 0)]
     assert ways
+    if kind == "hunyuan dit":
+        blocks = {name.partition(".attn1.")[0] for name in ours._tpu_runner._placed.avals if ".attn1." in name}
+        assert blocks == {"blocks.[0:4]", "blocks.[4:6]"} and any(way.chips == "ring 2 x ulysses 1" for way in ways)
     if kind.startswith(("flux", "qwen")):
         of_one = [way for way in ways if not way.mask.startswith("joint")]
         assert len(of_one) == (kind == "flux joined")  # one sequence of both
