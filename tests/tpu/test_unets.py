@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from conftest import relative, slow
-from diffusers import UNetMotionModel, UNetSpatioTemporalConditionModel, tpu
+from diffusers import UNet3DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel, tpu
 from diffusers.tpu.common import notices
 from diffusers.tpu.pipelines.attach import runs
 
@@ -71,6 +71,9 @@ def unet_of_frames(name: str) -> torch.nn.Module:
     if name == "AnimateDiff":
         cls, kind = UNetMotionModel, "Motion"
         sizes |= {"num_attention_heads": 2, "motion_num_attention_heads": 2, "norm_num_groups": 8}
+    elif name == "ModelScope":
+        cls, kind = UNet3DConditionModel, "3D"
+        sizes |= {"attention_head_dim": 16, "norm_num_groups": 8}
     else:
         cls, kind = UNetSpatioTemporalConditionModel, "SpatioTemporal"
         sizes |= {"num_attention_heads": (2, 4), "addition_time_embed_dim": 16}
@@ -84,16 +87,20 @@ EVEN, ODD = ((2, 4, 1), 2, 6, 16), ((1, 3, 1), 1, 8, 10)
 
 @pytest.mark.parametrize(
     "name, mesh, batch, height, width",
-    [("AnimateDiff", *EVEN), slow("AnimateDiff", *ODD), slow("SVD", *EVEN), ("SVD", *ODD)],
+    [
+        *(("AnimateDiff", *EVEN), slow("AnimateDiff", *ODD), slow("SVD", *EVEN), ("SVD", *ODD)),
+        *(slow("ModelScope", *EVEN), ("ModelScope", *ODD)),
+    ],
 )
 def test_a_unet_of_frames(chips, warned, name, mesh, batch, height, width):
     """The frames of a position are on one chip; also where the chips do not divide the width."""
     unet, frames = unet_of_frames(name), 5
     call = given(batch, height, width)
-    if name == "AnimateDiff":
+    if name != "SVD":
         call["sample"] = torch.randn(batch, 4, frames, height, width)
+    if name == "AnimateDiff":
         call["encoder_hidden_states"] = call["encoder_hidden_states"].repeat_interleave(frames, 0)
-    else:
+    elif name == "SVD":
         call |= {"sample": torch.randn(batch, frames, 8, height, width), "added_time_ids": torch.rand(batch, 3)}
     ours = installed(unet, mesh)
     assert max(map(relative, answers(ours, **call), answers(unet, **call))) < 1e-5
