@@ -85,7 +85,8 @@ def attention(
     window = settings.window if q.shape[2] == k.shape[2] else None
     if not isinstance(mask, masks.Mask):
         mask = masks.classify(mask, *q.shape[:3], k.shape[2], is_causal, window)
-    if mask is None and k.shape[2] == 1:  # its weight is 1: an image's embedding (Stable Video Diffusion)
+    # The weight of one key is 1: an image's embedding (Stable Video Diffusion). Upstream's gradients of q and k are zeros, not None.
+    if mask is None and k.shape[2] == 1 and not settings.differentiable:
         _record(Dispatch(q.shape, k.shape, str(q.dtype), "", "one key", "each by itself"))
         return jnp.broadcast_to(jnp.repeat(v, q.shape[1] // k.shape[1], 1), (*q.shape[:3], v.shape[3]))
     if mask is None and q.shape[2] == k.shape[2]:
