@@ -115,9 +115,16 @@ def test_every_mask_of_every_shape(case):
 
 
 @pytest.mark.parametrize(
-    "batch, heads, tokens, dim", [(37, 5, 25, 64), (9, 2, 24, 64), (5, 8, 16, 40), (7, 2, 100, 72), (3, 1, 1, 64)]
+    "batch, heads, tokens, dim, dtype",
+    [
+        (37, 5, 25, 64, jnp.bfloat16),  # of SVD, with tokens before sequences
+        (19, 2, 7, 128, jnp.float32),
+        (9, 2, 24, 64, jnp.bfloat16),
+        (5, 8, 16, 40, jnp.bfloat16),  # of AnimateDiff: heads across registers
+        (7, 2, 100, 72, jnp.float32),  # padded
+        (3, 1, 1, 64, jnp.float32),
+    ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_short_sequences_see_themselves_only(batch, heads, tokens, dim, dtype):
     q, k, v = (rounded(np.random.randn(batch, heads, tokens, dim) * 3) for _ in range(3))
     assert short.takes(q, k, v)

@@ -89,7 +89,7 @@ EVEN, ODD = ((2, 4, 1), 2, 6, 16), ((1, 3, 1), 1, 8, 10)
     "name, mesh, batch, height, width",
     [
         *(("AnimateDiff", *EVEN), slow("AnimateDiff", *ODD), slow("SVD", *EVEN), ("SVD", *ODD)),
-        *(slow("ModelScope", *EVEN), ("ModelScope", *ODD)),
+        *(slow("ModelScope", *EVEN), slow("ModelScope", *ODD)),
     ],
 )
 def test_a_unet_of_frames(chips, warned, name, mesh, batch, height, width):
