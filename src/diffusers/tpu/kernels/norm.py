@@ -66,7 +66,7 @@ def normed(
     specs = found.spec, *(P("dp" if found.mesh is not None and len(a) > 1 else None) for a in vectors)
 
     def run(x, *vectors):
-        return found.run(functools.partial(_by_kernel, **how, interpret=settings.interpreted), (x, *vectors), specs)
+        return found.run(functools.partial(_of_samples, **how, interpret=settings.interpreted), (x, *vectors), specs)
 
     run = with_gradients_of(functools.partial(_plainly, **how), run) if settings.differentiable else run
     return run(x, *vectors)
@@ -104,19 +104,6 @@ def _followed(x, vectors, dtype, names: tuple[str, ...], own: int, wide: bool):
 def _by_kernel(x, *vectors, eps, centred, interpret, **how):
     batch, tokens, width = x.shape
     tiles = max(1, BLOCK_BYTES // (width * x.dtype.itemsize) // TILE_ROWS)
-    turns = (
-        tokens % SUBLANES != 0
-    )  # a sample ends within a register: then the order in which layers leave rows, as in `linear`
-    if (
-        1 < batch
-        and tokens < tiles * TILE_ROWS
-        and not (batch if turns else tokens) % SUBLANES
-        and all(len(a) == 1 for a in vectors)
-    ):
-        rows = jnp.swapaxes(x, 0, 1) if turns else x
-        out = _by_kernel(rows.reshape(1, -1, width), *vectors, eps=eps, centred=centred, interpret=interpret, **how)
-        out = out.reshape(rows.shape)
-        return jnp.swapaxes(out, 0, 1) if turns else out
     block_rows = min(tiles, pl.cdiv(tokens, TILE_ROWS)) * TILE_ROWS
     parts = [slice(at, min(at + LANES, width)) for at in range(0, width, LANES)]
 
@@ -140,3 +127,16 @@ def _by_kernel(x, *vectors, eps, centred, interpret, **how):
     grid = batch, pl.cdiv(tokens, block_rows)
     run = lambda r: in_steps(block_rows, TILE_ROWS, functools.partial(tile, r))  # noqa: E731
     return call_kernel(run, "norm_kernel", grid, operands, outputs, **work)["o"]
+
+
+def _of_samples(x, *vectors, **how):
+    """As `_by_kernel`; rows of samples that fill no block are one sample's where the vectors are the same for all, in the order in
+    which layers leave them (`linear`)."""
+    batch, tokens, width = x.shape
+    turns, short = tokens % SUBLANES != 0, tokens * width * x.dtype.itemsize < BLOCK_BYTES
+    filled, alike = not (batch if turns else tokens) % SUBLANES, all(len(a) == 1 for a in vectors)
+    if batch == 1 or not (short and filled and alike):
+        return _by_kernel(x, *vectors, **how)
+    rows = jnp.swapaxes(x, 0, 1) if turns else x
+    out = _by_kernel(rows.reshape(1, -1, width), *vectors, **how).reshape(rows.shape)
+    return jnp.swapaxes(out, 0, 1) if turns else out
