@@ -17,6 +17,7 @@ PUBLISHED = {
     "wan2.2-animate-14b": {}, "hunyuanvideo-1.5-480p-t2v": {}, "hunyuanvideo-1.5-720p-t2v": {},
     "hunyuanvideo-1.5-720p-i2v": {}, "hunyuanvideo": {}, "cogvideox-2b": {}, "cogvideox-5b": {},
     "cogvideox1.5-5b": {}, "ltx-video": LTX, "ltx-2": {}, "kandinsky-5.0-lite": {}, "mochi-1": {}, "svd-xt": {},
+    "hunyuandit": {}, "allegro": {}, "text-to-video-ms-1.7b": {},
 }  # fmt: skip
 TOPOLOGIES = ("v6e-1", "v6e-8")
 ON_V5E = (
