@@ -51,6 +51,7 @@ def comfy(monkeypatch):
     monkeypatch.setitem(sys.modules, "tpu_nodes", package := importlib.util.module_from_spec(spec))
     spec.loader.exec_module(package)
     monkeypatch.setattr(package, "PREVIEW_SECONDS", 0)
+    monkeypatch.setattr(package, "LOOK_SECONDS", 0.02)  # sixty steps of the model may take a fifth of a second
     yield SimpleNamespace(nodes=package.NODE_CLASS_MAPPINGS, shown=shown, interrupt=interrupt)
     del sys.modules["tpu_nodes.client"]
 
