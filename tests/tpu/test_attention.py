@@ -116,7 +116,12 @@ def test_causality_and_the_window_of_the_settings():
 
 
 def test_the_value_of_one_key_is_the_result():
+    """A trace that is differentiated reads the query too, as torch's: its gradient is zeros, not None."""
     q, k, v = draw(300, 1, heads=4, kv_heads=2)
+    for differentiable in (False, True):
+        with using(dataclasses.replace(KERNEL, differentiable=differentiable)):
+            jaxpr = jax.make_jaxpr(functools.partial(api.attention, enable_gqa=True))(q, k, v).jaxpr
+        assert any(x is jaxpr.invars[0] for eqn in jaxpr.eqns for x in eqn.invars) == differentiable
     assert relative(run(KERNEL, q, k, v, enable_gqa=True), formula(q, k, v)) == 0
     assert relative(run(KERNEL, q, k, v, enable_gqa=True, mask=np.ones((2, 1, 1, 1), bool)), formula(q, k, v)) < 3e-6
 
