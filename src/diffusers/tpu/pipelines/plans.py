@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from ...models.modeling_utils import ModelMixin
 from ..chips.sharding import BY_OUTPUT, INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules, rule_of, unwrapped
-from ..compile.tracing.scan import is_repeated, undeclared
+from ..compile.tracing.scan import is_repeated, own_lists, undeclared
 from . import glue
 
 
@@ -178,11 +178,9 @@ PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
 
 def declared_plan(module: torch.nn.Module, beside: Rules = ()) -> ModelPlan:
     """A plan from what the model declares: it splits the sequence between blocks, and weights that no rule of `beside` names."""
-    declared = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None)
-    repeated = {*(declared or undeclared(module))}
-    # Only the model's own lists, not those deeper in a UNet, between maps.
-    lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
-    by_blocks = any(is_repeated(block, repeated) for blocks in lists for block in blocks)
+    named = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None)
+    repeated = {*(named or undeclared(module))}
+    by_blocks = any(is_repeated(block, repeated) for blocks in own_lists(module) for block in blocks)
     declared = getattr(module, "_tp_plan", None) or (_in_and_out(module) if by_blocks else {})
     names = {re.sub(r"\.\d+\.", ".0.", unwrapped(name), count=1) for name, _ in module.named_parameters()}
     names = [name for name in names if rule_of(name, beside)[1] is None]

@@ -74,13 +74,18 @@ def is_repeated(block: torch.nn.Module | None, repeated: set[str]) -> bool:
     return any(type(module).__name__ in repeated for module in (block, *(held if len(held) == 1 else ())))
 
 
+def own_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The model's own lists, not those deeper in it: in a UNet's blocks these lie between maps."""
+    return [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
+
+
 def undeclared(model: torch.nn.Module) -> set[str]:
     """Names of the classes of neighbours in a denoiser's own lists, for one that declares no repeated blocks; none for a UNet, whose
     blocks differ in size."""
     if not isinstance(model, ModelMixin) or hasattr(model, "decode") or hasattr(model, "down_blocks"):
         return set()
-    lists = (child for child in model.children() if isinstance(child, torch.nn.ModuleList))
-    alike = (one for blocks in lists for one, other in itertools.pairwise(blocks) if type(one) is type(other))
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, own_lists(model)))
+    alike = (one for one, other in pairs if type(one) is type(other))
     return {type(one).__name__ for one in alike if [*one.children()] and not isinstance(one, ModelMixin)}
 
 

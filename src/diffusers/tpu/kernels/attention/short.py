@@ -18,10 +18,7 @@ from .reference import padded_to
 
 MOST_TOKENS = LANES
 MOST_APART = 32  # tokens of [T, B, C]: a product is of the SUBLANES sequences in a register, of at most 256 rows
-ROWS_OF_A_PRODUCT = {
-    True: 256,
-    False: 128,
-}  # of [B, T, C]; True: heads are whole parts of registers, or whole registers
+ROWS_OF_A_PRODUCT = {True: 256, False: 128}  # of [B, T, C]; True: no head lies across registers of lanes
 MOST_COLUMNS = 640  # in one grid step, where these are whole heads and registers: each head is straight-line code
 BLOCK_BYTES = 1 << 19  # of q, k, v and the result, in one grid step
 HIDDEN = -1e30
@@ -46,7 +43,8 @@ def attention_of_each(
     batch, heads, tokens, dim = q.shape
     apart = tokens % SUBLANES != 0 and tokens <= MOST_APART
     length = tokens if apart else round_up(tokens, SUBLANES)
-    number = SUBLANES if apart else min(batch, max(ROWS_OF_A_PRODUCT[0 in (LANES % dim, dim % LANES)] // length, 1))
+    rows_wanted = ROWS_OF_A_PRODUCT[0 in (LANES % dim, dim % LANES)]
+    number = SUBLANES if apart else min(batch, max(rows_wanted // length, 1))
     read = ROWS if apart else number  # sequences at once: a register of bfloat16 has two of float32's
     q, k, v = (_laid(x, apart, length, read) for x in (q, k, v))
     width, count, rows = q.shape[2], q.shape[1 if apart else 0] // read, number * length
