@@ -49,8 +49,16 @@ class Exchange:
 
     @classmethod
     def of(cls, q, k, v, chips: int, in_order: bool, interpret, grouped: bool = False) -> "Exchange":
-        """The exchange of these tensors, by kernels if they support all three: rows must share an order. `grouped`: by groups."""
-        if interpret is None or not all(takes(x, chips, in_order) for x in (q, k, v)):
+        """The exchange of these tensors, by kernels if they support all three: rows must share an order. `grouped`: by groups.
+
+        One chip only joins text and latents, in which order is kept; kernels do so for heads that do not fill whole registers.
+        """
+        as_layers_leave_them = chips == 1 and q.shape[3] % LANES == v.shape[3] % LANES == 0
+        if (
+            interpret is None
+            or as_layers_leave_them
+            or not all(takes(x, chips, in_order and chips > 1) for x in (q, k, v))
+        ):
             return cls(chips, in_order, None)
         grouped = grouped and chips > 1 and chips * q.shape[2] >= LEAST_TOKENS and q.shape == k.shape == v.shape
         grouped = grouped and not current().differentiable
@@ -60,7 +68,7 @@ class Exchange:
     @property
     def gives(self) -> dict:
         """Arguments of our kernel for the layout of its operands and result between exchanges."""
-        return {} if self.interpret is None or self.chips == 1 else {"turned": True}
+        return {} if self.interpret is None else {"turned": True}
 
     def own(self, x: Float[Array, "B N ..."]) -> list[Float[Array, "B N/W/G ..."]]:
         """This chip's heads of each group, from an array of all heads."""
@@ -149,13 +157,14 @@ class Exchange:
             of_behind = None if behind is None else gradient[:, :, gradient.shape[2] - length :]
             return self._to_sequence(gradient, length), of_behind
 
-        return exchanged(_permuted(functools.partial(self._to_heads, turned), back, x, behind))
+        out = _permuted(functools.partial(self._to_heads, turned), back, x, behind)
+        return out if self.chips == 1 else exchanged(out)
 
     def to_sequence(self, x: Float[Array, "B N/W W*T+L D"], behind: int = 0) -> Float[Array, "B N T D"]:
         """The inverse of `to_heads`, for x with tokens minor; drops the last `behind` tokens."""
-        batch, heads, tokens, dim = x.shape
-        if self.chips == 1:
-            return x[:, :, : tokens - behind]
+        batch, heads, _, dim = x.shape
+        if self.chips == 1 and not behind:
+            return x
 
         def back(_, gradient):
             others = jnp.zeros((batch, heads, behind, dim), x.dtype) if behind else None
@@ -166,17 +175,20 @@ class Exchange:
     def _to_heads(self, turned: bool, x, behind):
         x, dim, behind = by_token(x), x.shape[3], None if behind is None else by_token(behind)
         if self.interpret is not None:
-            x = join(self._traded(cut([x], self.chips, self.interpret)), turned, self.interpret, behind)
-            return as_heads(x, dim, turned)
-        # Split by columns: the equal reshape took the compiler a minute (v6e, 8,190 rows).
-        x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
+            pieces = x[None] if self.chips == 1 else self._traded(cut([x], self.chips, self.interpret))
+            return as_heads(join(pieces, turned, self.interpret, behind), dim, turned)
+        if self.chips > 1:  # split by columns: the equal reshape took the compiler a minute (v6e, 8,190 rows)
+            x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
         return as_heads(x if behind is None else jnp.concatenate([x, behind], 1), dim)
 
     def _to_sequence(self, x, behind: int):
         tokens, dim = x.shape[2] - behind, x.shape[3]
         if self.interpret is not None:
             pieces = part(_tokens_minor(x), self.chips, tokens // self.chips, self.interpret)
-            return self._of_tokens(paste([self._traded(pieces)], self.interpret), dim)
+            x = pieces[0] if self.chips == 1 else paste([self._traded(pieces)], self.interpret)
+            return self._of_tokens(x, dim)
+        if self.chips == 1:
+            return x[:, :, :tokens]
         pieces = self._traded(self._parted(by_token(x[:, :, :tokens])))
         return self._of_tokens(jnp.concatenate(list(pieces), 2), dim)
 

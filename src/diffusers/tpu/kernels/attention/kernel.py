@@ -198,7 +198,7 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
     mask, blocks = call.mask, call.blocks
     if (seen := keys_seen(mask, shift, q.shape[2], k)) is not None:  # a weight of zero times NaN would be NaN
         end = mask.whole if mask.dense is None and mask.band is None else 0
-        v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))
+        v = _zero_unseen(v, seen, end)
     if bounds is None and (CENTRED in call.modes or call.modes[0] == BOUND):
         bounds = key_bounds(k, v, seen, interpret=interpret)
     scalars = {} if call.visited is None else {"visited": jnp.asarray(call.visited.reshape(-1))}
@@ -262,6 +262,14 @@ def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B|1 K|1 S 1"] | 
         seen = seen & functools.reduce(jnp.logical_and, by_query).any(2, keepdims=True)
     b, n = seen.shape[:2]
     return seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)[..., None]
+
+
+def _zero_unseen(v, seen: Bool[Array, "B|1 K|1 S 1"], first: int):
+    """Values with zeros where no query sees the key, from key `first` on; in the layout of linear layers, which costs no copy."""
+    rows, dim = by_token(v), v.shape[3]
+    seen = jnp.repeat(by_token(seen), 1 if seen.shape[1] == 1 else dim, axis=2)[:, first:]
+    rows = rows.at[:, first:].set(jnp.where(seen, rows[:, first:], 0))
+    return jnp.swapaxes(rows.reshape(*rows.shape[:2], -1, dim), 1, 2)
 
 
 def _ends_of_rows(mask: Mask, shift, first, rows: int):

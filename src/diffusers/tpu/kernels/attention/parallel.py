@@ -126,9 +126,9 @@ def parallel_attention(
 
 
 class Split(NamedTuple):
-    """How a call's arrays are sharded over `mesh`, with axes `AXES`. `dp`, `tp`: axes of batch and heads, None: replicated."""
+    """How a call's arrays are sharded over `mesh`, with axes `AXES`; None: one chip. `dp`, `tp`: of batch and heads, None: replicated."""
 
-    mesh: Mesh
+    mesh: Mesh | None
     dp: str | None
     tp: str | None
     ring: int
@@ -231,10 +231,12 @@ def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text, *meanwhile
     if kv_len < split.ring * ulysses * tokens:
         # The count is not summed over chips: even the sum of one number waits for what is on the links.
         left = kv_len if text is not None else kv_len - lax.axis_index("ring") * ulysses * tokens
-        seen = jnp.clip(left - lax.axis_index("ulysses") * tokens, 0, tokens)
+        seen = jnp.clip(left - (lax.axis_index("ulysses") if ulysses > 1 else 0) * tokens, 0, tokens)
         count = jnp.clip(left, 0, ulysses * tokens)
     beside = text and (text.k, text.v, None if text.seen is None else text.seen[:, None, :, None])
-    return key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside, *meanwhile, count=count)
+    return key_bounds(
+        k, v, seen, "ulysses" if ulysses > 1 else None, ulysses, interpret, beside, *meanwhile, count=count
+    )
 
 
 def around_ring(q, k, v, mask: Mask | None = None, bounds=None, *, local, kv_len: int, ring: int, place):
@@ -327,10 +329,12 @@ def joint_attention(
         pad_tokens: padding at the end of the latents; its results are undefined.
         near: which latents see which; None: all.
     """
-    tokens = q.shape[2]
-    if mesh is None or mesh.size == 1 or not sequence or tokens < mesh.shape["sp"]:
-        if mesh is not None and mesh.size > 1:
-            local = functools.partial(attention_by_heads, mesh=mesh, local=local)
+    tokens, how = q.shape[2], {"scale": scale, "local": local, "tokens": q.shape[2] - pad_tokens, "near": near}
+    if mesh is None or mesh.size == 1:
+        out, words = _joint_per_chip(q, k, v, text, split=Split(None, None, None, 1, 1), interpret=interpret, **how)
+        return out, _without_padding(words, text)
+    if not sequence or tokens < mesh.shape["sp"]:
+        local = functools.partial(attention_by_heads, mesh=mesh, local=local)
         # All heads of a token side by side: XLA writes single heads of 64 entries at a quarter of HBM's bandwidth.
         rows = (jnp.concatenate([by_token(x) for x in pair], 1) for pair in ((q, text.q), (k, text.k), (v, text.v)))
         both = (as_heads(x, of.shape[3]) for x, of in zip(rows, (q, k, v)))
@@ -340,9 +344,8 @@ def joint_attention(
     _refuse_ring(near, split)
     spec, whole = split.spec, P(split.dp, split.tp)
     seen = None if text.seen is None else P(split.dp if text.seen.shape[0] > 1 else None)
-    how = {"scale": scale, "local": local, "tokens": tokens - pad_tokens, "split": split, "near": near}
     out, words = jax.shard_map(
-        functools.partial(_joint_per_chip, **how, interpret=interpret),
+        functools.partial(_joint_per_chip, split=split, interpret=interpret, **how),
         mesh=split.mesh,
         in_specs=(spec, spec, spec, Text(whole, whole, whole, seen)),
         out_specs=(spec, whole),
@@ -364,7 +367,7 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
     own = [Text(*parts, text.seen) for parts in zip(*words)]
     local = functools.partial(local, scale=scale, **exchange.gives)
     if ring == 1:
-        without = interpret is None or current().differentiable
+        without = interpret is None or current().differentiable or (ulysses == 1 and exchange.interpret is None)
         bounds_of = None if without else functools.partial(bounds_of_group, k, v, tokens, split, interpret, text)
 
         def attend(group, q, k, v, bounds):
