@@ -127,14 +127,16 @@ def test_many_keys_of_few_queries_come_by_heads(make_mesh, kind):
         (2 * 128 + 40, "none", 4),
         (133, "none", 8),
         (133, "none", 15),
+        (133, "none", 28),
     ],
 )
 def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind, kv_heads):
     """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile. As many heads of keys as
-    of queries go in groups; 15 are filled up to 16."""
+    of queries go in groups; 15 are filled up to 16; 28 of 64 fill no registers."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 256 * 4)
     monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
-    operands = draw(2, max(8, kv_heads), kv_heads, 4 * tokens, 4 * tokens, 128, 128)
+    dim = 64 if kv_heads == 28 else 128
+    operands = draw(2, max(8, kv_heads), kv_heads, 4 * tokens, 4 * tokens, dim, dim)
     mask = Mask(band=(None, 0)) if kind == "causal" else None
     operands[0] /= 4
     run = over(make_mesh(2, 4, 1), mask, 1, interpret=True)
@@ -261,14 +263,26 @@ def laid_out(topology: str) -> bool:
     compiler = aot.Compiler(find_topology(topology))
     device = SingleDeviceSharding(compiler.devices[0])
 
-    def there_and_back(x, k):
-        pieces = [exchange.cut([x], 4, False, 0, (1, 1)), exchange.cut([x, k], 4, False, 1, (1, 1))]
-        turned = [exchange.join(pieces[0], True, False), exchange.join(pieces[1], True, False, place=0, places=2)]
+    def there_and_back(shares, dim, x, k):
+        pieces = [exchange.cut([x], 4, False, 0, shares), exchange.cut([x, k], 4, False, 1, shares)]
+        turned = [
+            exchange.join(pieces[0], dim, True, False),
+            exchange.join(pieces[1], dim, True, False, place=0, places=2),
+        ]
         back = exchange.paste([exchange.part(one, 4, 13924, False) for one in turned], False)
-        return back, exchange.join(pieces[1], False, False, place=1, places=2)
+        return (
+            back,
+            exchange.join(pieces[0], dim, False, False),
+            exchange.join(pieces[1], dim, False, False, place=1, places=2),
+        )
 
-    operand = jax.ShapeDtypeStruct((1, 13924, 5120), jnp.float32, sharding=device)
-    compiler.compile(jax.jit(there_and_back).lower(operand, operand))
+    for shares, dim, heads, dtype in (
+        ((1, 1), 128, 40, jnp.float32),
+        ((3, 4), 64, 28, jnp.float32),
+        ((3, 4), 64, 28, jnp.bfloat16),
+    ):
+        operand = jax.ShapeDtypeStruct((1, 13924, heads * dim), dtype, sharding=device)
+        compiler.compile(jax.jit(functools.partial(there_and_back, shares, dim)).lower(operand, operand))
     return True
 
 
@@ -300,19 +314,20 @@ def draw_streams(batch, heads, kv_heads, tokens, words, dim, padded):
     return *streams, seen if padded else None
 
 
-def errors(latents, text, seen, mesh, local=local, **arguments):
-    """Of the latents' and the text's answers."""
+def errors(latents, text, seen, mesh, local=local, pad_tokens=0, **arguments):
+    """Of the latents' and the text's answers. `pad_tokens` are put behind the latents."""
     (batch, _, tokens, _), mask = latents[0].shape, None
     if seen is not None:
         all_seen = np.concatenate([np.ones((batch, tokens), bool), seen], 1)
         mask = Mask(keys=all_seen[:, None, None], queries=all_seen[:, None, :, None])
     exact, _ = attention_formula(*(np.concatenate(pair, 2) for pair in zip(latents, text)), 0.3, mask)
     run = jax.jit(
-        lambda latents, text: joint_attention(*latents, text, scale=0.3, mesh=mesh, local=local, **arguments),
+        lambda *given: joint_attention(*given, scale=0.3, mesh=mesh, local=local, pad_tokens=pad_tokens, **arguments),
         compiler_options=QUICKLY,
     )
-    ours = run(latents, Text(*text, None if seen is None else jnp.asarray(seen)))
-    return [relative(*pair) for pair in zip(ours, (exact[:, :, :tokens], exact[:, :, tokens:]))]
+    latents = [np.pad(x, ((0, 0), (0, 0), (0, pad_tokens), (0, 0)), constant_values=9) for x in latents]
+    out, words = run(*latents, Text(*text, None if seen is None else jnp.asarray(seen)))
+    return [relative(*pair) for pair in zip((out[:, :, :tokens], words), (exact[:, :, :tokens], exact[:, :, tokens:]))]
 
 
 @pytest.mark.parametrize(
@@ -328,20 +343,31 @@ def test_any_mesh_gives_what_the_concatenation_gives(make_mesh, degrees, ring, p
     assert max(errors(*operands, degrees and make_mesh(*degrees), ring=ring)) < TOLERANCE, (tokens, words, heads)
 
 
-@pytest.mark.parametrize("tokens, words, padded, heads", [(128, 5, True, 4), (133, 130, False, 8), (131, 7, True, 20)])
-def test_two_streams_by_our_kernels(make_mesh, monkeypatch, tokens, words, padded, heads):
+@pytest.mark.parametrize(
+    "tokens, words, padded, heads, dim, degrees",
+    [
+        (128, 5, True, 4, 128, (2, 4, 1)),
+        (133, 130, False, 8, 128, (2, 4, 1)),
+        (131, 7, True, 20, 128, (2, 4, 1)),
+        (133, 130, True, 28, 64, (2, 4, 1)),
+        (131, 7, False, 3, 64, None),
+        (128, 130, True, 2, 192, None),
+    ],
+)
+def test_two_streams_by_our_kernels(make_mesh, monkeypatch, tokens, words, padded, heads, dim, degrees):
     """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them; heads of a chip
-    in one group, in two, and in two of which one has more."""
+    in one group, in two, and in two of which one has more; heads that fill no registers. One chip, whose latents are padded."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * 4)
     monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
-    latents, text, seen = draw_streams(2, heads, heads, 4 * tokens, words, 128, padded)
+    latents, text, seen = draw_streams(2, heads, heads, 4 * tokens, words, dim, padded)
     for stream in (latents, text):
         stream[0] /= 16
     far = (latents, text)[words % 2]
     far[1] *= 1 + 100 * np.random.default_rng().random((2, heads, far[1].shape[2], 1)) ** 8
     far[2] *= np.float32(1e32)  # not all heads are bounded where its values are so large: sums would not be finite
     kernel = functools.partial(tpu_attention, interpret=True)
-    assert max(errors(latents, text, seen, make_mesh(2, 4, 1), kernel, interpret=True)) < 2e-6  # measured
+    mesh, pad_tokens = degrees and make_mesh(*degrees), 0 if degrees else 5
+    assert max(errors(latents, text, seen, mesh, kernel, pad_tokens, interpret=True)) < 2e-6  # measured
 
 
 def test_a_window_of_two_streams_is_refused():

@@ -19,13 +19,13 @@ from jaxtyping import Array, Float
 
 from ...chips.devices import QUEUED_BY
 from ..kept import exchanged
-from ..pallas import LANES, ROWS, by_token, call_kernel, cost, in_steps
+from ..pallas import LANES, ROWS, by_token, call_kernel, cost, in_steps, round_up
 from ..settings import current
 from .key_bounds import KeyBounds
 
 
 BLOCK_BYTES = 4 << 20  # of one array in VMEM; a kernel has two, or three with the remainders
-SHARES = ((3, 2), (1, 1), (2, 1))  # of heads in two groups; no attention hides the exchange of the second's results
+SHARES = ((3, 2), (1, 1), (2, 1), (3, 4))  # of heads in two groups; the exchange of the second's results is not hidden
 LEAST_TOKENS = 16_384  # of all chips; from here on a group's attention hides the next group's exchange (v6e)
 TURNED = (True, False, True)  # q, k and v: whether the kernel takes tokens minor
 VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # two buffers of each array, and the compiler's own
@@ -62,7 +62,7 @@ class Exchange:
             return cls(chips, in_order, None)
         grouped = grouped and chips > 1 and chips * q.shape[2] >= LEAST_TOKENS and q.shape == k.shape == v.shape
         grouped = grouped and not current().differentiable
-        shares = (shares for shares in SHARES if grouped and takes(q, sum(shares) * chips, in_order))
+        shares = (shares for shares in SHARES if grouped and divides(shares, chips, q.shape[1], q.shape[3]))
         return cls(chips, in_order, interpret, next(shares, (1,)))
 
     @property
@@ -117,8 +117,8 @@ class Exchange:
         for group, of_group in enumerate(self._own_bounds(bounds)):
             own = (None if x is None else by_token(x) for x in others[group])
             there = [
-                join(pieces, turned, self.interpret, last, *place)
-                for (pieces, *place), turned, last in zip(sent, TURNED, own)
+                join(pieces, dim, turned, self.interpret, last, *place)
+                for (pieces, *place), dim, turned, last in zip(sent, dims, TURNED, own)
             ]
             if following := group + 1 < len(self.shares):
                 pieces = cut(rows, self.chips, self.interpret, group + 1, self.shares)
@@ -176,7 +176,7 @@ class Exchange:
         x, dim, behind = by_token(x), x.shape[3], None if behind is None else by_token(behind)
         if self.interpret is not None:
             pieces = x[None] if self.chips == 1 else self._traded(cut([x], self.chips, self.interpret))
-            return as_heads(join(pieces, turned, self.interpret, behind), dim, turned)
+            return as_heads(join(pieces, dim, turned, self.interpret, behind), dim, turned)
         if self.chips > 1:  # split by columns: the equal reshape took the compiler a minute (v6e, 8,190 rows)
             x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
         return as_heads(x if behind is None else jnp.concatenate([x, behind], 1), dim)
@@ -232,7 +232,9 @@ def _permuted(run, back, *given) -> Array:
 
 
 def as_heads(x, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
-    """[B, N, T, D] from [B, T, N D], or if `turned` from [B, N D, T]."""
+    """[B, N, T, D] from [B, T, N D], or if `turned` from [B, N D, T], or from itself."""
+    if x.ndim == 4:
+        return x
     if turned:
         return jnp.swapaxes(x.reshape(x.shape[0], x.shape[1] // dim, dim, x.shape[2]), 2, 3)
     return jnp.swapaxes(x.reshape(*x.shape[:2], x.shape[2] // dim, dim), 1, 2)
@@ -243,10 +245,17 @@ def _tokens_minor(x: Float[Array, "B N T D"]) -> Float[Array, "B N*D T"]:
 
 
 def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
-    """Whether kernels support heads [B, N, T, D]: whole tiles, and tokens that may be reordered or need not be."""
+    """Whether kernels support heads [B, N, T, D]: half registers of each chip, and tokens that may be reordered or fill whole tiles."""
     _, heads, tokens, dim = x.shape
-    whole = heads % chips == 0 and heads // chips * dim % LANES == 0
+    whole = heads % chips == 0 and heads // chips * dim % (LANES // 2) == 0
     return whole and tokens >= LANES and not (in_order and tokens % LANES)
+
+
+def divides(shares: tuple[int, int], chips: int, heads: int, dim: int) -> bool:
+    """Whether heads can be sent in two groups: the blocks that the second is cut from, and its tensors side by side, fill registers."""
+    columns = heads * dim // (sum(shares) * chips)
+    whole = heads % (sum(shares) * chips) == 0
+    return whole and shares[1] * columns % LANES == chips * math.gcd(*shares) * columns % LANES == 0
 
 
 def cut(
@@ -260,11 +269,17 @@ def cut(
     blocks = range(chips * before // of_block, chips * (before + share) // of_block)
 
     def kernel(r):
-        for place, n in itertools.product(range(len(tensors)), range(chips * share)):
-            block, at = divmod(n, of_block)
-            chip, there = divmod(n, share)
-            there = (place * share + there) * unit
-            r.o[chip, :, there : there + unit] = getattr(r, f"x{place}_{block}")[:, at * unit : (at + 1) * unit]
+        def some(at):
+            for chip in range(chips):
+                own = [divmod(chip * share + n, of_block) for n in range(share)]  # (block, unit of it)
+                found = (
+                    getattr(r, f"x{place}_{block}")[at, n * unit : (n + 1) * unit]
+                    for place in range(len(tensors))
+                    for block, n in own
+                )
+                r.o[chip, at, :] = jnp.concatenate([*found], 1)
+
+        in_steps(rows, math.gcd(rows, LANES), some)
 
     def spec(block: int):
         return pl.BlockSpec((None, rows, of_block * unit), lambda b, t: (b, t, block))
@@ -284,11 +299,11 @@ def paste(pieces: list[Float[Array, "W B T C"]], interpret) -> Float[Array, "B T
     rows = _rows_of_block(columns * pieces[0].dtype.itemsize)
 
     def kernel(r):
-        at = 0
-        for group, x in enumerate(pieces):
-            for n in range(chips):
-                r.o[:, at : at + x.shape[3]] = getattr(r, f"x{group}")[n]
-                at += x.shape[3]
+        def some(at):
+            found = (getattr(r, f"x{group}")[chip, at, :] for group in range(len(pieces)) for chip in range(chips))
+            r.o[at, :] = jnp.concatenate([*found], 1)
+
+        in_steps(rows, math.gcd(rows, LANES), some)
 
     def block(x):
         return pl.BlockSpec((chips, None, rows, x.shape[3]), lambda b, t: (0, b, t, 0))
@@ -305,19 +320,24 @@ def _rows_of_block(row_bytes: int) -> int:
 
 def join(
     pieces: Float[Array, "W B T N*C"],
+    dim: int,
     turned: bool,
     interpret,
     behind: Float[Array, "B L C"] | None = None,
     place: int = 0,
     places: int = 1,
 ) -> Array:
-    """Tokens of all chips, then those of `behind`: [B, W T + L, C], or [B, C, W T + L] if `turned`.
+    """Tokens of all chips, then those of `behind`, as the kernel reads them without a copy.
 
+    [B, C, W T + L] if `turned`; else [B, W T + L, C] for heads that fill whole registers, and [B, C / D, W T + L, D] for others.
     `place`: which of the `places` tensors that were cut together.
     """
     chips, batch, tokens, width = pieces.shape
     width //= places
-    rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)
+    by_head = not turned and dim % LANES != 0
+    rows, whole, rest = _blocks(
+        tokens, (width // dim * round_up(dim, LANES) if by_head else width) * pieces.dtype.itemsize
+    )
     rest = chips * rest + (0 if behind is None else behind.shape[1])
     last = -(-rest // rows)  # blocks of the remainders
 
@@ -325,12 +345,13 @@ def join(
         i = jnp.minimum(i, chips * whole - 1)
         return lax.div(i, whole), b, lax.rem(i, whole), place
 
-    def turn(shape):
-        return (shape[0], shape[2], shape[1]) if turned else shape
+    def laid_out(batch, tokens, of=lambda size: size):
+        if by_head:
+            return batch, of(width // dim), tokens, of(dim)
+        return (batch, of(width), tokens) if turned else (batch, tokens, of(width))
 
     def of_tokens(index):
-        shape = turn((None, rows, width))
-        return pl.BlockSpec(shape, lambda b, i: turn((b, index(i), 0)))
+        return pl.BlockSpec(laid_out(None, rows), lambda b, i: laid_out(b, index(i), lambda size: 0))
 
     operands = {"x": (pieces, pl.BlockSpec((None, None, rows, width), block))}
     if rest:
@@ -340,19 +361,24 @@ def join(
         left = left if behind is None else jnp.concatenate([left, behind], 1)
         left = jnp.pad(left, ((0, 0), (0, last * rows - rest), (0, 0)))
         spec = of_tokens(lambda i: jnp.maximum(i - chips * whole, 0))
-        operands["left"] = jnp.swapaxes(left, 1, 2) if turned else left, spec
+        left = as_heads(left, dim) if by_head else jnp.swapaxes(left, 1, 2) if turned else left
+        operands["left"] = left, spec
 
     def kernel(r):
         def take(ref):
             r.o[...] = ref[...]
 
-        own = functools.partial(_turn, r.x, r.o) if turned else functools.partial(take, r.x)
+        def by_heads():
+            for n in range(width // dim):
+                r.o[n] = r.x[:, n * dim : (n + 1) * dim]
+
+        own = by_heads if by_head else functools.partial(_turn, r.x, r.o) if turned else functools.partial(take, r.x)
         if not rest:
             return own()
         pl.when(pl.program_id(1) < chips * whole)(own)
         pl.when(pl.program_id(1) >= chips * whole)(functools.partial(take, r.left))
 
-    shape, grid = turn((batch, chips * whole * rows + rest, width)), (batch, chips * whole + last)
+    shape, grid = laid_out(batch, chips * whole * rows + rest), (batch, chips * whole + last)
     return _call(kernel, "exchange_join", grid, operands, shape, of_tokens(lambda i: i), interpret)
 
 
@@ -389,13 +415,19 @@ def _blocks(tokens: int, row_bytes: int) -> tuple[int, int, int]:
 
 
 def _turn(x_ref, o_ref):
-    """o = x^T, at most `LANES` rows of x at a time."""
-    rows, _ = x_ref.shape
+    """o = x^T, `LANES` rows of x at a time, or as many columns."""
+    rows, columns = x_ref.shape
 
-    def turn(at):
+    def turn_rows(at):
         o_ref[:, at] = x_ref[at, :].T
 
-    in_steps(rows, math.gcd(rows, LANES), turn)
+    def turn_columns(at):
+        o_ref[at, :] = x_ref[:, at].T
+
+    if rows % LANES == 0:
+        in_steps(rows, LANES, turn_rows)
+    else:
+        in_steps(columns, LANES, turn_columns)
 
 
 def _call(kernel, name: str, grid, operands: dict, shape, out_spec, interpret) -> Array:
