@@ -48,18 +48,20 @@ class Exchange:
     shares: tuple[int, ...] = (1,)
 
     @classmethod
-    def of(cls, q, k, v, chips: int, in_order: bool, interpret, grouped: bool = False) -> "Exchange":
-        """The exchange of these tensors, by kernels if they support all three: rows must share an order. `grouped`: by groups.
+    def of(cls, q, k, v, chips: int, in_order: bool, interpret, grouped: bool = False, padding: int = 0) -> "Exchange":
+        """The exchange of these tensors, by kernels if they support all three: rows must share an order.
 
         One chip only joins text and latents, in which order is kept; kernels do so for heads that do not fill whole registers.
+
+        Args:
+            grouped: by groups of heads.
+            padding: rows at the end of the last chip's that must come last; they do if they are no more than what it has left of tiles.
         """
+        tokens = q.shape[2]
         as_layers_leave_them = chips == 1 and q.shape[3] % LANES == v.shape[3] % LANES == 0
-        if (
-            interpret is None
-            or as_layers_leave_them
-            or not all(takes(x, chips, in_order and chips > 1) for x in (q, k, v))
-        ):
-            return cls(chips, in_order, None)
+        kept = chips > 1 and (in_order or padding > tokens % LANES)
+        if interpret is None or as_layers_leave_them or not all(takes(x, chips, kept) for x in (q, k, v)):
+            return cls(chips, in_order or padding > tokens % ROWS, None)
         grouped = grouped and chips > 1 and chips * q.shape[2] >= LEAST_TOKENS and q.shape == k.shape == v.shape
         grouped = grouped and not current().differentiable
         shares = (shares for shares in SHARES if grouped and divides(shares, chips, q.shape[1], q.shape[3]))

@@ -209,9 +209,9 @@ def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: S
     if interpret is not None and keys and (mask is None or mask.kind == "nearest") and not current().differentiable:
         bounds_of = functools.partial(bounds_of_group, k, v, kv_len, split, interpret, None)
     # Rows may be in any order if neither a mask nor their position matters.
-    in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
+    in_order, padding = mask is not None or ring > 1, k.shape[2] * ulysses - kv_len if keys else 0
     alike = all(x.shape[1] == 1 for x in jax.tree.leaves(mask))
-    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1 and alike)
+    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1 and alike, padding=padding)
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2] * ulysses, **exchange.gives)
 
@@ -361,8 +361,8 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
     text = Text(*_with_heads(*text[:3], ulysses), text.seen)
     chunk = k.shape[2] * ulysses
     place = lax.axis_index("ring") if ring > 1 else 0
-    in_order = ring > 1 or tokens < chunk or near is not None
-    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1)
+    in_order = ring > 1 or near is not None
+    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1, padding=chunk - tokens)
     words = tuple(map(exchange.own, text[:3]))  # of q, k and v, by group
     own = [Text(*parts, text.seen) for parts in zip(*words)]
     local = functools.partial(local, scale=scale, **exchange.gives)
