@@ -136,7 +136,7 @@ def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind, kv_he
     comes last if it is no more than is left. As many heads of keys as of queries go in groups; 15 are filled up to 16; 28 of 64 fill
     no registers."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 256 * 4)
-    monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(exchange, "LEAST_TOKENS", {None: 0})
     length, dim = 4 * tokens - padding, 64 if kv_heads == 28 else 128
     operands = draw(2, max(8, kv_heads), kv_heads, length, length, dim, dim)
     mask = Mask(band=(None, 0)) if kind == "causal" else None
@@ -153,7 +153,7 @@ def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind, kv_he
 @pytest.mark.parametrize("ring, length, dim", [(1, 37, 8), (2, 37, 8), (4, 40, 8), (1, 4 * 131, 128)])
 def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_mesh, monkeypatch, ring, length, dim):
     """Of every head, with the padding of the last chip, and on every hop of a ring; those of 128 by a kernel and in groups, odd rows too."""
-    monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(exchange, "LEAST_TOKENS", {None: 0})
 
     def checking(q, k, v, *, bounds, mask=None, turned=False, **arguments):
         seen = None if mask is None else jnp.swapaxes(mask.keys, 2, 3)
@@ -361,7 +361,7 @@ def test_two_streams_by_our_kernels(make_mesh, monkeypatch, tokens, words, padde
     """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them; heads of a chip
     in one group, in two, and in two of which one has more; heads that fill no registers. One chip, whose latents are padded."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * 4)
-    monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(exchange, "LEAST_TOKENS", {None: 0})
     latents, text, seen = draw_streams(
         2, heads, heads, 4 * tokens - np.random.default_rng().integers(3), words, dim, padded
     )

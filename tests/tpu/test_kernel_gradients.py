@@ -192,15 +192,19 @@ def test_other_kernels_have_gradients_of_plain_operations(chips, case, monkeypat
         assert relative(ours, theirs) < 5e-3  # measured: at most 2.9e-3
 
 
-@pytest.mark.parametrize("behind", [0, 70])
-def test_exchanges_go_back(chips, behind):
+@pytest.mark.parametrize("count, behind, turned", [(4, 0, True), (4, 70, False), (1, 70, True)])
+def test_exchanges_go_back(chips, count, behind, turned):
     """Whole numbers, whose products with what comes there and with what comes back have one sum; chips' tokens fill no whole tiles."""
-    mesh, rng, exchange = Mesh(np.array(chips[:4]), ("ulysses",)), np.random.default_rng(), Exchange(4, False, True)
+    mesh, rng, exchange = (
+        Mesh(np.array(chips[:count]), ("ulysses",)),
+        np.random.default_rng(),
+        Exchange(count, False, True),
+    )
     x, own = (rng.integers(-9, 9, (1, 8, tokens, 64)).astype(np.float32) for tokens in (4 * 150, behind))
     tokens, heads = P(None, None, "ulysses"), P(None, "ulysses")
     on_chips = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     to_heads = on_chips(
-        lambda x, own: exchange.to_heads(x, True, own if behind else None), in_specs=(tokens, heads), out_specs=heads
+        lambda x, own: exchange.to_heads(x, turned, own if behind else None), in_specs=(tokens, heads), out_specs=heads
     )
     to_sequence = on_chips(lambda x: exchange.to_sequence(x, behind), in_specs=heads, out_specs=tokens)
     with using(KERNELS):

@@ -200,7 +200,7 @@ def run(pipe, begin, between=lambda step: None) -> tuple[list[float], list[torch
     "name, begin, mesh",
     [
         ("flux", dreambooth_flux, (1, 4, 2)),
-        ("control", controlnet, (2, 2, 1)),
+        slow("control", controlnet, (2, 2, 1)),
         slow("sdxl", dreambooth_sdxl, (2, 2, 2)),
         slow("sd3", dreambooth_sd3, (1, 4, 2)),
         slow("cogvideox_15", cogvideox, (1, 4, 2)),

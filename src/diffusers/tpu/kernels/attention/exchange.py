@@ -26,7 +26,9 @@ from .key_bounds import KeyBounds
 
 BLOCK_BYTES = 4 << 20  # of one array in VMEM; a kernel has two, or three with the remainders
 SHARES = ((3, 2), (1, 1), (2, 1), (3, 4))  # of heads in two groups; the exchange of the second's results is not hidden
-LEAST_TOKENS = 16_384  # of all chips; from here on a group's attention hides the next group's exchange (v6e)
+# Of all chips, by generation: from here on a group's attention hides the next group's exchange. On v5e the weights of CogVideoX 5B,
+# which are gathered on the same links, come later for it (17,920 tokens: 2 % longer).
+LEAST_TOKENS = {None: 16_384, "v5e": 24_576}
 TURNED = (True, False, True)  # q, k and v: whether the kernel takes tokens minor
 VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # two buffers of each array, and the compiler's own
 
@@ -62,7 +64,8 @@ class Exchange:
         kept = chips > 1 and (in_order or padding > tokens % LANES)
         if interpret is None or as_layers_leave_them or not all(takes(x, chips, kept) for x in (q, k, v)):
             return cls(chips, in_order or padding > tokens % ROWS, None)
-        grouped = grouped and chips > 1 and chips * q.shape[2] >= LEAST_TOKENS and q.shape == k.shape == v.shape
+        least = LEAST_TOKENS.get(current().generation, LEAST_TOKENS[None])
+        grouped = grouped and chips > 1 and chips * q.shape[2] >= least and q.shape == k.shape == v.shape
         grouped = grouped and not current().differentiable
         shares = (shares for shares in SHARES if grouped and divides(shares, chips, q.shape[1], q.shape[3]))
         return cls(chips, in_order, interpret, next(shares, (1,)))
