@@ -65,7 +65,7 @@ class Exchange:
         if interpret is None or as_layers_leave_them or not all(takes(x, chips, kept) for x in (q, k, v)):
             return cls(chips, in_order or padding > tokens % ROWS, None)
         least = LEAST_TOKENS.get(current().generation, LEAST_TOKENS[None])
-        grouped = grouped and chips > 1 and chips * q.shape[2] >= least and q.shape == k.shape == v.shape
+        grouped = grouped and chips > 1 and chips * tokens >= least and q.shape == k.shape == v.shape
         grouped = grouped and not current().differentiable
         shares = (shares for shares in SHARES if grouped and divides(shares, chips, q.shape[1], q.shape[3]))
         return cls(chips, in_order, interpret, next(shares, (1,)))
