@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float
 from ..pallas import LANES, LOG2_E, SUBLANES, by_token, call_kernel, cost, round_up
 from . import kernel_body, short
 from .blocks import Blocks, Shape, choose, folded_parts, of_tiles, vmem_bytes
+from .exchange import as_heads
 from .kernel_body import MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask, takes_part
@@ -268,8 +269,7 @@ def _zero_unseen(v, seen: Bool[Array, "B|1 K|1 S 1"], first: int):
     """Values with zeros where no query sees the key, from key `first` on; in the layout of linear layers, which costs no copy."""
     rows, dim = by_token(v), v.shape[3]
     seen = jnp.repeat(by_token(seen), 1 if seen.shape[1] == 1 else dim, axis=2)[:, first:]
-    rows = rows.at[:, first:].set(jnp.where(seen, rows[:, first:], 0))
-    return jnp.swapaxes(rows.reshape(*rows.shape[:2], -1, dim), 1, 2)
+    return as_heads(rows.at[:, first:].set(jnp.where(seen, rows[:, first:], 0)), dim)
 
 
 def _ends_of_rows(mask: Mask, shift, first, rows: int):
