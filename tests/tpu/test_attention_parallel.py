@@ -22,7 +22,7 @@ from attention_masks import attention_formula
 from conftest import QUICKLY, relative
 from diffusers.tpu.chips import mesh as meshes
 from diffusers.tpu.chips.figures import find_topology
-from diffusers.tpu.kernels.attention import exchange
+from diffusers.tpu.kernels.attention import exchange, pieces
 from diffusers.tpu.kernels.attention.api import joint
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
 from diffusers.tpu.kernels.attention.key_bounds import key_bounds, width_of
@@ -135,7 +135,7 @@ def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind, kv_he
     """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile. The last chip's padding
     comes last if it is no more than is left. As many heads of keys as of queries go in groups; 15 are filled up to 16; 28 of 64 fill
     no registers."""
-    monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 256 * 4)
+    monkeypatch.setattr(pieces, "BLOCK_BYTES", 128 * 256 * 4)
     monkeypatch.setattr(exchange, "LEAST_TOKENS", {None: 0})
     length, dim = 4 * tokens - padding, 64 if kv_heads == 28 else 128
     operands = draw(2, max(8, kv_heads), kv_heads, length, length, dim, dim)
@@ -267,17 +267,11 @@ def laid_out(topology: str) -> bool:
     device = SingleDeviceSharding(compiler.devices[0])
 
     def there_and_back(shares, dim, x, k):
-        pieces = [exchange.cut([x], 4, False, 0, shares), exchange.cut([x, k], 4, False, 1, shares)]
-        turned = [
-            exchange.join(pieces[0], dim, True, False),
-            exchange.join(pieces[1], dim, True, False, place=0, places=2),
-        ]
-        back = exchange.paste([exchange.part(one, 4, 13924, False) for one in turned], False)
-        return (
-            back,
-            exchange.join(pieces[0], dim, False, False),
-            exchange.join(pieces[1], dim, False, False, place=1, places=2),
-        )
+        sent = [pieces.cut([x], 4, False, 0, shares), pieces.cut([x, k], 4, False, 1, shares)]
+        turned = [pieces.join(sent[0], dim, True, False), pieces.join(sent[1], dim, True, False, place=0, places=2)]
+        back = pieces.paste([pieces.part(one, 4, 13924, False) for one in turned], False)
+        as_sent = pieces.join(sent[0], dim, False, False)
+        return back, as_sent, pieces.join(sent[1], dim, False, False, place=1, places=2)
 
     for shares, dim, heads, dtype in (
         ((1, 1), 128, 40, jnp.float32),
@@ -360,7 +354,7 @@ def test_any_mesh_gives_what_the_concatenation_gives(make_mesh, degrees, ring, p
 def test_two_streams_by_our_kernels(make_mesh, monkeypatch, tokens, words, padded, heads, dim, degrees):
     """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them; heads of a chip
     in one group, in two, and in two of which one has more; heads that fill no registers. One chip, whose latents are padded."""
-    monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * 4)
+    monkeypatch.setattr(pieces, "BLOCK_BYTES", 128 * 128 * 4)
     monkeypatch.setattr(exchange, "LEAST_TOKENS", {None: 0})
     latents, text, seen = draw_streams(
         2, heads, heads, 4 * tokens - np.random.default_rng().integers(3), words, dim, padded

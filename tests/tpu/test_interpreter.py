@@ -17,8 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from conftest import relative, wide
 from diffusers.tpu.kernels import rotary
-from diffusers.tpu.kernels.attention import exchange, kernel, kernel_body
+from diffusers.tpu.kernels.attention import kernel, kernel_body, pieces
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
+from diffusers.tpu.kernels.pallas import by_token
 from test_attention_kernel import (  # noqa: F401
     test_each_head_and_block_of_queries_goes_its_own_way,
     test_every_mask_of_every_shape,
@@ -72,7 +73,7 @@ def test_rotary(tokens, dim):
 def test_exchange(monkeypatch, ways, tokens, rest, shares, dtype):
     """Every order to the bit: pieces of a group's columns, of one tensor or of two side by side, tokens of all chips joined with what is
     behind them, as they are and turned."""
-    monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
+    monkeypatch.setattr(pieces, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
     *both, behind = draw(
         np.random.default_rng(), dtype, *[(2, tokens, sum(shares) * 128 * ways)] * 2, (2, rest, 128 * shares[1])
     )
@@ -81,22 +82,22 @@ def test_exchange(monkeypatch, ways, tokens, rest, shares, dtype):
     def run(kernel, *arguments, **how):
         return kernel(*arguments, interpret=True, **how)
 
-    pieces = [run(exchange.cut, both[: group + 1], ways, group=group, shares=shares) for group in range(2)]
+    sent = [run(pieces.cut, both[: group + 1], ways, group=group, shares=shares) for group in range(2)]
     parts = [np.split(wide(x), [shares[0] * 128 * ways], 2) for x in both]
-    np.testing.assert_array_equal(wide(pieces[0]), np.stack(np.split(parts[0][0], ways, 2)))
+    np.testing.assert_array_equal(wide(sent[0]), np.stack(np.split(parts[0][0], ways, 2)))
     last = [np.stack(np.split(x, ways, 2)) for _, x in parts]
-    np.testing.assert_array_equal(wide(pieces[1]), np.concatenate(last, 3))
-    pasted = run(exchange.paste, [pieces[0], pieces[1][..., :width]])
+    np.testing.assert_array_equal(wide(sent[1]), np.concatenate(last, 3))
+    pasted = run(pieces.paste, [sent[0], sent[1][..., :width]])
     np.testing.assert_array_equal(wide(pasted), wide(both[0]))
     whole = tokens // 128 * 128
-    for turned, place in ((False, 0), (True, 1)):
-        made = run(exchange.join, pieces[1], turned, behind=behind, place=place, places=2)
-        rows, of_place = wide(made), [wide(p)[..., width * place : width * (place + 1)] for p in pieces[1]]
-        rows = rows.swapaxes(1, 2) if turned else rows
+    for dim, turned, place in ((128, False, 0), (64, False, 1), (128, True, 1)):
+        made = run(pieces.join, sent[1], dim, turned, behind=behind, place=place, places=2)
+        rows, of_place = wide(made), [wide(p)[..., width * place : width * (place + 1)] for p in sent[1]]
+        rows = rows.swapaxes(1, 2) if turned else by_token(rows) if dim == 64 else rows
         in_order = [p[:, :whole] for p in of_place] + [p[:, whole:] for p in of_place]
         in_order += [] if behind is None else [wide(behind)]
         np.testing.assert_array_equal(rows, np.concatenate(in_order, 1))
-    np.testing.assert_array_equal(wide(run(exchange.part, made, ways, tokens)), np.stack(of_place))
+    np.testing.assert_array_equal(wide(run(pieces.part, made, ways, tokens)), np.stack(of_place))
 
 
 def test_a_race_and_memory_that_nobody_wrote_are_seen(capsys):

@@ -114,3 +114,12 @@ def added_up(x: Float[Array, "R W"], ones: Float[Array, "W C"], parts: int = 3):
 def by_token(x: Float[Array, "B K S D"]) -> Float[Array, "B S K*D"]:
     """All heads of a token side by side, the layout of linear layers."""
     return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def as_heads(x, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
+    """[B, N, T, D] from [B, T, N D], or if `turned` from [B, N D, T], or from itself."""
+    if x.ndim == 4:
+        return x
+    if turned:
+        return jnp.swapaxes(x.reshape(x.shape[0], x.shape[1] // dim, dim, x.shape[2]), 2, 3)
+    return jnp.swapaxes(x.reshape(*x.shape[:2], x.shape[2] // dim, dim), 1, 2)

@@ -16,10 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from ..pallas import LANES, LOG2_E, SUBLANES, by_token, call_kernel, cost, round_up
+from ..pallas import LANES, LOG2_E, SUBLANES, as_heads, by_token, call_kernel, cost, round_up
 from . import kernel_body, short
 from .blocks import Blocks, Shape, choose, folded_parts, of_tiles, vmem_bytes
-from .exchange import as_heads
 from .kernel_body import MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask, takes_part

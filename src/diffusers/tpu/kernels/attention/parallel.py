@@ -24,10 +24,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from ..pallas import by_token, round_up
+from ..pallas import as_heads, by_token, round_up
 from ..settings import current
 from . import masks
-from .exchange import Exchange, as_heads
+from .exchange import Exchange
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask
 from .reference import Keys, Out, Queries, Values, padded_to, reference_attention
