@@ -51,12 +51,14 @@ def test_any_map(taps, edge, repeated, positions, blocks, bias, wide):
     )  # fmt: skip
     features = features if blocks or rng.integers(3) else 3  # whose taps fit one register
     x, w, b = draw(batch, channels, lines, frames, positions), draw(features, channels, *taps), draw(features)
+    zeros = tuple(tuple(int(n) for n in rng.integers(0, 3, 2)) for _ in range(2))
     around = F.pad(x.double(), (edge, edge, 0, 0, 0, 0), mode="replicate" if repeated else "constant")
+    around = F.pad(around, (0, 0, *zeros[1], *zeros[0]))
     exact = F.conv3d(around, w.double(), b.double() if bias else None)
     blocks = blocks or choose((*exact.shape[2:4], positions), channels, features, taps)
     residual = torch.randn(exact.shape, dtype=torch.float32 if wide else torch.bfloat16)
     given = arrays(x.permute(0, 2, 3, 4, 1), w.permute(2, 3, 4, 0, 1), b, residual.permute(0, 2, 3, 4, 1))
-    how = {"blocks": blocks, "edge": edge, "repeated": repeated, "wide": wide, "interpret": True}
+    how = {"blocks": blocks, "edge": edge, "zeros": zeros, "repeated": repeated, "wide": wide, "interpret": True}
 
     @jax.jit
     def both(x, w, b, residual):

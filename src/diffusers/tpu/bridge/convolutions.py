@@ -131,7 +131,7 @@ def _convolution(
     if split is None and simple and math.prod((*stride, *taps)) == 1 and not any(map(any, widths)):
         if (result := layers.by_position(padded, weight, b)) is not None:
             return result
-        if current().chips > 1:  # they share the positions: a linear layer of tokens
+        if current().chips > 1 or x.dtype == jnp.bfloat16:  # a linear layer of tokens, whose positions chips share
             tokens, of_token = (
                 Tensor(array, input._env) for array in (jnp.moveaxis(x, 1, -1), w.reshape(w.shape[:2]))
             )
@@ -140,11 +140,11 @@ def _convolution(
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     of_videos = axes == 3 and split is None and stride == (1,) * axes
     if simple and (axes == 2 or of_videos) and widths[-1] in ((0, 0), (taps[-1] // 2,) * 2):
-        lines = jnp.pad(jnp.moveaxis(x, 1, -1), [(0, 0), *widths[:-1], (0, 0), (0, 0)])
+        lines, zeros = jnp.moveaxis(x, 1, -1), (*widths[:-1], (0, 0))[:2]
         lines = lines if of_videos else lines[:, :, None]
         of_stack = how_it_lies(weight).get("layers")
         of_stack = None if of_stack is None else (_by_lines(of_stack[0], axes), of_stack[1])
-        how = {"edge": widths[-1][0], "layers": of_stack, "fill": axes == 2}
+        how = {"edge": widths[-1][0], "zeros": zeros, "layers": of_stack, "fill": axes == 2}
         large = convolution_kernel.convolution(lines, _by_lines(w, axes), b, current(), **how)
         if large is not None:  # computed at every position: of strides, which a UNet has few of, some are not used
             large = large if of_videos else large[:, :: stride[0], 0, :: stride[1]]

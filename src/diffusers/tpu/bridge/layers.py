@@ -23,7 +23,7 @@ from torchax.tensor import Tensor
 
 from ..chips.sharding import Packed
 from ..kernels.kept import layer_result
-from ..kernels.linear import ACTIVATIONS as COMPUTED
+from ..kernels.linear import activation_of
 from ..kernels.linear import linear as fast_linear
 from ..kernels.narrow import Narrow
 from ..kernels.pallas import SUBLANES
@@ -244,7 +244,7 @@ def check_kinds(*arrays: jax.Array):
         raise NotTaken
 
 
-ACTIVATIONS = {  # names in `COMPUTED`
+ACTIVATIONS = {  # names of `activation_of`
     aten.silu.default: lambda: "silu",
     aten.gelu.default: lambda *, approximate="none": "gelu_tanh" if approximate == "tanh" else "gelu",
 }
@@ -259,7 +259,8 @@ def activated(overload, plain, x, *args, **kwargs):
         result = Tensor(_again(layer, activation=activation), x._env)
     elif activation == "gelu" and x.dtype == torch.bfloat16:
         array = x.jax()
-        result = Tensor(COMPUTED[activation](array.astype(jnp.float32)).astype(array.dtype), x._env)
+        of_float32 = activation_of(activation, current().generation)
+        result = Tensor(of_float32(array.astype(jnp.float32)).astype(array.dtype), x._env)
     else:
         result = plain(x, *args, **kwargs)
     return gated.noted(result, x, activation) if activation else result

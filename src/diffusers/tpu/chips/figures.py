@@ -23,6 +23,7 @@ class Chip:
     the largest usual ones that compile, for benchmarks; empty: not compared there.
     `most_scores`: of one piece of our attention kernel's code; as many compile in some 10 s on two cores.
     `stalls`: time of kernels on hardware over our estimate, for the upper end of a range.
+    `has_erf`: whether the error function is one instruction.
     `narrow`: the 8-bit type, "int8" or "fp8", of which it multiplies twice as many numbers a second as of bfloat16.
     `exchange_options`: compiler options with which the core computes during exchanges; without them it waits for each.
     """
@@ -50,6 +51,7 @@ class Chip:
     most_scores: int = 5_600_000
     branch_slots: int = 4
     splash_blocks: tuple[int, ...] = ()
+    has_erf: bool = False
     stalls: float = 1.06
     exchange_options: Mapping[str, bool | str] = field(default_factory=dict, hash=False)
 

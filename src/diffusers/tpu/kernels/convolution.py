@@ -5,8 +5,8 @@ XLA takes 8 to 28 s of a core to compile each of some 40 convolutions of SDXL's 
 
 A line is what lies along sublanes: a row of a map, a column of a video. The grid is (blocks of features, batch, blocks of lines,
 blocks of frames), frames innermost: a block of w with all taps and channels stays in VMEM while the maps pass. A block of x
-includes the lines and frames beside it that its taps reach (`pl.Element`). A piece of straight-line code is whole lines of one
-frame: the inputs of all taps of lines and frames are concatenated [positions, taps * C] and multiplied with [taps along a line * O,
+includes the lines and frames beside it that its taps reach (`pl.Element`). Zeros around x are computed, not read.
+A piece of straight-line code is whole lines of one frame: the inputs of all taps of lines and frames are concatenated [positions, taps * C] and multiplied with [taps along a line * O,
 taps * C] in float32. The features of each tap along the line are then shifted by whole positions and added, where the line has such
 a position. So nothing is shifted before the product, and all taps together fill the matrix units.
 
@@ -43,6 +43,9 @@ MOST_WORK = 4_000_000  # taps x channels x features of a block: 4 s of a core to
 LEAST_CHANNELS = 64
 # Of a map of few channels that is padded: XLA takes half a minute for a UNet's first layer and the norm after it.
 FILLED_BYTES = 32 << 20
+
+
+Zeros = tuple[tuple[int, int], tuple[int, int]]  # lines before and after those of x, and frames
 
 
 class Blocks(NamedTuple):
@@ -111,7 +114,7 @@ def _lanes(features: int, taps: int, side: int) -> int:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("blocks", "edge", "repeated", "doubled", "wide", "generation", "interpret"),
+    static_argnames=("blocks", "edge", "zeros", "repeated", "doubled", "wide", "generation", "interpret"),
     inline=True,
 )
 def tpu_convolution(
@@ -123,29 +126,32 @@ def tpu_convolution(
     layer: Int[Array, ""] | None = None,
     blocks: Blocks,
     edge: int,
+    zeros: Zeros = ((0, 0), (0, 0)),
     repeated: bool = False,
     doubled: bool = False,
     wide: bool = False,
     generation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B M U Q O"]:
-    """The convolution with `edge` zeros at both ends of each line, and no padding of lines and frames, summed in float32.
+    """The convolution with `edge` zeros at both ends of each line, and `zeros` around lines and frames, summed in float32.
 
     `repeated`: a line's own end replaces its one zero. The sum is rounded once to x's dtype, or stays float32 if `wide`; then the
     residual is added, and the result rounded.
-    `doubled`: of x with each line and position twice, by three taps along both and an edge of one: M = 2 (L - 2), Q = 2 P.
+    `doubled`: of x with each line and position twice, by three taps along both and an edge of one: M = 2 (L - 2), Q = 2 P, where
+    L counts lines of zeros too.
     `layer`: index of the layer if w is a stack; slicing the stack would copy.
     """
-    batch, lines, frames, positions, channels = x.shape
+    batch, *_, positions, channels = x.shape
     *taps, features, _ = w.shape[-5:]
     dtype = jnp.float32 if wide else x.dtype
-    lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
+    (lines, frames), kept = _of_result(x, w, zeros), positions + 2 * edge - taps[2] + 1
     line = round_up(positions, 8 if blocks.piece == 1 else ROWS)
     columns = _lanes(blocks.features, taps[2], chip_of(generation).matrix_side)
     times = 2 if doubled else 1
     kept, longest = times * kept, min(round_up(times * kept, ROWS), times * line)
-    fill = -lines % blocks.lines, -frames % blocks.frames, line - positions
-    x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
+    x = jnp.pad(x, [(0, 0)] * 3 + [(0, line - positions), (0, 0)])
+    sizes, beyond = x.shape[1:3], [-lines % blocks.lines, -frames % blocks.frames]  # of the result, in the last block
+    read = [min(step + count - 1, size) for step, count, size in zip(blocks, taps, sizes)]
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     size, depth = blocks.piece * line, math.prod(taps[:2]) * channels
     reads_stored = _as_it_lies(blocks.features, channels)
@@ -160,7 +166,24 @@ def tpu_convolution(
         fill = [jnp.zeros((columns - blocks.features, depth), w.dtype)] if columns > blocks.features else []
         return jnp.concatenate([part for side in of_lines for part in (jnp.concatenate(side, 1), *fill)], 0)
 
+    def start(axis: int, block):
+        """The first of the lines (axis 0) or frames (1) of x that a block reads: those that it reaches, without zeros."""
+        return jnp.clip(block * blocks[axis] - zeros[axis][0], 0, sizes[axis] - read[axis])
+
+    def seen(r, block, at):
+        """A line of a frame of x, `at` (line, frame) from where the `block` begins; zeros where x has none."""
+        places, there = [], True
+        for axis, (own, size) in enumerate(zip(at, sizes)):
+            if any(zeros[axis]) or beyond[axis]:
+                own = block[axis] * blocks[axis] + own - zeros[axis][0]
+                there = there & (own >= 0) & (own < size) if any(zeros[axis]) else there
+                own = jnp.clip(own, 0, size - 1) - start(axis, block[axis])
+            places.append(own)
+        found = r.x[tuple(places)]
+        return found if there is True else jnp.where(there, found, 0)
+
     def run(r):
+        block = [pl.program_id(axis) for axis in (2, 3)]
         if not reads_stored:
 
             @pl.when(sum(pl.program_id(axis) for axis in (1, 2, 3)) == 0)
@@ -169,19 +192,22 @@ def tpu_convolution(
                     rows, at = pl.ds(k * columns, blocks.features), pl.ds((i * taps[1] + j) * channels, channels)
                     r.side_by_side[rows, at] = r.w[i, j, k]
 
-        pl.loop(0, blocks.lines // blocks.piece * blocks.frames)(functools.partial(piece, r))
+        pl.loop(0, blocks.lines // blocks.piece * blocks.frames)(functools.partial(piece, r, block))
 
     def reached(tap: int, before: int, twin: int) -> int:
         """The offset at which a tap reads lines or positions; `twin`: of the first or the second of two doubled ones."""
         return (tap - before + twin) // 2 if doubled else tap - before
 
-    def piece(r, number):
+    def piece(r, block, number):
         frame, first = lax.rem(number, blocks.frames), lax.div(number, blocks.frames) * blocks.piece
         position = lax.rem(lax.broadcasted_iota(jnp.int32, (size, 1), 0), line)
         for twin in range(times):
             of_taps = itertools.product([first + 1 + reached(i, 1, twin) for i in range(taps[0])], range(taps[1]))
-            seen = [r.x[pl.ds(at, blocks.piece), frame + j].reshape(size, channels) for at, j in of_taps]
-            y = product(jnp.concatenate(seen, 1), taps_side_by_side(r) if reads_stored else r.side_by_side[...], 1)
+            inputs = [
+                jnp.concatenate([seen(r, block, (at + n, frame + j)) for n in range(blocks.piece)], 0)
+                for at, j in of_taps
+            ]
+            y = product(jnp.concatenate(inputs, 1), taps_side_by_side(r) if reads_stored else r.side_by_side[...], 1)
             for which, part in enumerate(parts):
                 total = added(y, r.b[:, part], part, position, 0)
                 if doubled:
@@ -214,10 +240,8 @@ def tpu_convolution(
     for n, part in enumerate(parts if doubled else ()):
         scratch[f"in_turns{n}"] = pltpu.VMEM((2 * size, part.stop - part.start), jnp.float32)
     scalars, of_weights = layer_of_stack(layer, (*taps, blocks.features, channels), lambda n: (0, 0, 0, n, 0))
-    read = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
-    of_x = pl.BlockSpec(
-        (None, *map(pl.Element, read)), lambda n, i, l, t, *_: (i, l * blocks.lines, t * blocks.frames, 0, 0)
-    )
+    window = map(pl.Element, (*read, line, channels))
+    of_x = pl.BlockSpec((None, *window), lambda n, i, l, t, *_: (i, start(0, l), start(1, t), 0, 0))
     out = jax.ShapeDtypeStruct(
         (batch, steps[2] * times * blocks.lines, steps[3] * blocks.frames, longest, features), dtype
     )
@@ -244,6 +268,11 @@ def tpu_convolution(
     return out[:, : times * lines, :frames, :kept]
 
 
+def _of_result(x, w, zeros: Zeros) -> list[int]:
+    """Lines and frames of the result, of a map that is not doubled."""
+    return [n + sum(around) - taps + 1 for n, around, taps in zip(x.shape[1:3], zeros, w.shape[-5:-3])]
+
+
 def convolution(
     x: Float[Array, "B L T P C"],
     w: Float[Array, "l t p O C"],
@@ -252,6 +281,7 @@ def convolution(
     residual: Float[Array, "B M U Q O"] | None = None,
     *,
     edge: int,
+    zeros: Zeros = ((0, 0), (0, 0)),
     repeated: bool = False,
     doubled: bool = False,
     wide: bool = False,
@@ -266,9 +296,9 @@ def convolution(
     if fill and x.shape[-1] < LEAST_CHANNELS and x.size // x.shape[-1] * LANES * x.dtype.itemsize <= FILLED_BYTES:
         x, w = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, LEAST_CHANNELS - a.shape[-1])]) for a in (x, w))
         layers = None
-    _, lines, frames, positions, channels = x.shape
+    *_, positions, channels = x.shape
     *taps, features, _ = w.shape
-    lines, frames = lines - taps[0] + 1, frames - taps[1] + 1
+    lines, frames = _of_result(x, w, zeros)
     taken = settings.own_layers and settings.chips == 1 and x.dtype == w.dtype == jnp.bfloat16
     taken = taken and channels >= LEAST_CHANNELS and not channels % 32 and (features < LANES or not features % 32)
     taken = taken and 2 * edge < taps[2] <= positions and not (repeated and edge > 1) and min(lines, frames) > 0
@@ -281,9 +311,11 @@ def convolution(
     chip = {"generation": settings.generation, "interpret": settings.interpreted}
     run = functools.partial(tpu_convolution, blocks=blocks, **chip, **how)
     if settings.differentiable:
+        x = jnp.pad(x, [(0, 0), *zeros, (0, 0), (0, 0)])
         y = _differentiable(run, settings, **how)(x, w, b)
         return y if residual is None else y + residual
-    return run(x, w, b, residual) if layers is None else run(x, layers[0], b, residual, layer=layers[1])
+    w, layer = (w, None) if layers is None else layers
+    return run(x, w, b, residual, layer=layer, zeros=zeros)
 
 
 def _differentiable(run, settings: Settings, edge: int, repeated: bool, doubled: bool, wide: bool):

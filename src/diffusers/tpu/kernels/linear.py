@@ -38,7 +38,7 @@ from .rows import LEAST_WHOLE_ROWS, rows_over_mesh, whole_lanes
 from .settings import Settings
 
 
-SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
+SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 # Polynomial in x, from 0 to 6, of log(cdf(-x)) of the normal distribution: least squares, reweighted to equal errors. The cdf's
 # relative error is 5e-5; beyond 6, GELU gives -6e-9 in place of results between that and zero.
 LOG_CDF = -0.6931921, -0.79724, -0.3197294, -0.03547896, 0.004987583, -0.0004235818, 1.593547e-05
@@ -47,6 +47,11 @@ LEAST_PART = 512  # rows; with fewer the matrix units would wait for weights
 
 
 def _gelu(x):
+    half = 0.5 * x
+    return half * jax.lax.erf(math.sqrt(0.5) * x) + half
+
+
+def _gelu_by_polynomial(x):
     # x cdf(x) is max(x, 0) - |x| cdf(-|x|): one exponential and no division, a third of an error function's operations
     size = jnp.minimum(jnp.abs(x), 6)
     log = functools.reduce(lambda total, factor: total * size + factor, [factor * LOG2_E for factor in LOG_CDF[::-1]])
@@ -54,14 +59,25 @@ def _gelu(x):
 
 
 def _gelu_tanh(x):
-    # 0.5 (1 + tanh(u / 2)) is 1 / (1 + e^-u): one exponential, where tanh would be a dozen operations
-    return x / (1 + jnp.exp2(x * (-SQRT_8_OVER_PI * LOG2_E - 0.044715 * SQRT_8_OVER_PI * LOG2_E * (x * x))))
+    half = 0.5 * x
+    return half * jnp.tanh(x * (SQRT_2_OVER_PI + 0.044715 * SQRT_2_OVER_PI * (x * x))) + half
 
 
-# In float32, for results that are rounded to bfloat16.
-ACTIVATIONS = {
-    "": lambda x: x, "gelu": _gelu, "silu": lambda x: x / (1 + jnp.exp2(-LOG2_E * x)), "gelu_tanh": _gelu_tanh,
-}  # fmt: skip
+def _silu(x):
+    # x / (1 + e^-x) would be two functions of the unit for such, and on v5e and v5p a division's eight operations more
+    half = 0.5 * x
+    return half * jnp.tanh(half) + half
+
+
+def activation_of(name: str, generation: str | None) -> Callable[[Array], Array]:
+    """The activation, "", "gelu", "gelu_tanh" or "silu", in float32, for results that are rounded to bfloat16.
+
+    Chips have an instruction for tanh, some for the error function: XLA, too, computes these in float32 by that alone.
+    """
+    if name == "gelu" and not chip_of(generation).has_erf:
+        return _gelu_by_polynomial
+    return {"": lambda x: x, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}[name]
+
 
 EXACT_ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu,
@@ -89,7 +105,7 @@ def tpu_linear(
     generation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B M|P N"]:
-    """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
+    """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `activation_of`.
 
     `beside`: further channels of the rows of x, for the last of w's inputs; x then has a multiple of 128 channels.
     `layer`: index of the layer if w is a stack; slicing the stack would copy. `turned`: w lies in memory with its outputs minor.
@@ -144,7 +160,7 @@ def tpu_linear(
             result = narrow_product(r.x[at, :], r.w[...]) * r.row_scales[at, :] * r.scales[...]
         result = (result + r.b[...]).astype(dtype)
         if activation:
-            result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(dtype)
+            result = activation_of(activation, generation)(result.astype(jnp.float32)).astype(dtype)
         if factor is not None:
             other = (of_inputs(r, at, r.v) + r.c[...]).astype(dtype)
             result = result * other

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from ..pallas import LANES, LOG2_E, SUBLANES, as_heads, by_token, call_kernel, cost, round_up
-from . import kernel_body, short
+from . import kernel_body, pieces, short
 from .blocks import Blocks, Shape, choose, folded_parts, of_tiles, vmem_bytes
 from .kernel_body import MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
 from .key_bounds import KeyBounds, key_bounds
@@ -116,7 +116,7 @@ def tpu_attention(
     visited = None if tiles is None else tiles.visited(shape.q_len, shape.kv_len)
     in_rows = not turned and shape.whole_lanes
     call = Call(blocks, shape, mask, modes, scale * LOG2_E, folded, q.shape[1], k.shape[1], visited, in_rows)
-    scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret)
+    scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret, turned)
     scores = math.prod(q.shape[:3]) * min(shape.kv_len, call.steps * blocks.keys)
     results = call_kernel(
         functools.partial(kernel_body.run, call=call),
@@ -185,7 +185,9 @@ def _as_asked(call: Call, shape, out, lse=None):
     return out, lse if mask.queries is None else jnp.where(mask.queries[..., 0], lse, -jnp.inf)
 
 
-def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, interpret) -> tuple[dict, Operands]:
+def make_operands(
+    call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, interpret, turned: bool
+) -> tuple[dict, Operands]:
     """(prefetched scalars, arrays with their blocks), in the order in which the kernel gets them.
 
     * `q` and `v` with tokens minor, so that scores come out transposed; or q as `rows`, which the kernel transposes; `k` as given.
@@ -217,6 +219,10 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
     def place_of_dense(h, i, j, *s):
         return call.row_of(mask.dense, h), i, fetched(h, i, j, s)
 
+    if (
+        not turned and call.shape.dim % LANES and pieces.takes(k, 1, in_order=False)
+    ):  # XLA takes up to three passes for it
+        k = pieces.join(by_token(k)[None], call.shape.dim, False, interpret)
     inputs = _queries_keys_values(call, q, k, v, fetched)
     if BOUND in call.modes and len(call.modes) > 1:
         scalars["reach"] = bounds.reach.reshape(-1)

@@ -23,7 +23,7 @@ from .softmax_modes import SMALLEST
 LARGEST = 126.0  # largest exponent of a sum
 BLOCK_ROWS = 512
 TILE_ROWS = 256  # in registers, of one head or of one product
-MOST_COLUMNS = 1280  # of one product
+MOST_COLUMNS = 1408  # of one product
 LEAST_ROWS = 1024  # with fewer rows XLA is no slower
 
 
@@ -83,12 +83,15 @@ def key_bounds(
 def _mean_key(k, seen, total, count, beside) -> Float[Array, "B K 8 D"]:
     """`KeyBounds.centre`. `total`: the sum over chips. `count`: of all chips' keys; None: `seen` says which."""
     batch, heads, tokens, dim = k.shape
-    wide = by_token(k).astype(jnp.float32)
+    rows = by_token(k)
     if count is None:
-        count, wide = total(seen.sum(2)), by_token(jnp.where(seen, k.astype(jnp.float32), 0.0))
+        count, rows = total(seen.sum(2)), by_token(jnp.where(seen, k, 0))
     elif seen is not None:
-        wide = jnp.where(jnp.arange(tokens)[:, None] < seen, wide, 0.0)
-    sums, count = total(wide.sum(1).reshape(batch, heads, dim)), jnp.maximum(count, 1)
+        rows = jnp.where(jnp.arange(tokens)[:, None] < seen, rows, 0)
+    # As a product: a sum the compiler takes of [B, S, K, D], and transposes small heads in memory for it.
+    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    sums = jnp.einsum("s,bsc->bc", jnp.ones(tokens, k.dtype), rows, **exact)
+    sums, count = total(sums.reshape(batch, heads, dim)), jnp.maximum(count, 1)
     if beside is not None:
         others, _, seen = beside
         wide = others.astype(jnp.float32)
@@ -101,12 +104,11 @@ def _mean_key(k, seen, total, count, beside) -> Float[Array, "B K 8 D"]:
 
 def _measured(k, v, point, seen, interpret):
     """max |k|, max |k - point|, max |v|, per head."""
-    by_kernel = interpret is not None and width_of(*k.shape[1::2]) and (interpret or k.shape[2] >= LEAST_ROWS)
+    by_kernel = _by_kernel(k, seen, interpret)
     for_kernel, counted = seen, seen is not None and seen.ndim == 0
     if counted:
         seen = jnp.arange(k.shape[2])[:, None] < seen
     elif seen is not None:
-        by_kernel = by_kernel and seen.shape[1] == 1
         for_kernel = seen[:, 0, :, 0]
 
     def among_seen(x):
@@ -125,6 +127,12 @@ def _measured(k, v, point, seen, interpret):
     # Columns first: otherwise heads that do not fill whole registers are transposed in memory.
     largest = by_token(jnp.abs(among_seen(v))).max(1).reshape(*v.shape[:2], -1).max(2)
     return reach, radius, largest.astype(jnp.float32)
+
+
+def _by_kernel(k, seen, interpret) -> bool:
+    alike = seen is None or seen.ndim == 0 or seen.shape[1] == 1
+    many = interpret is not None and (interpret or k.shape[2] >= LEAST_ROWS)
+    return alike and many and width_of(*k.shape[1::2]) is not None
 
 
 def key_norms(
@@ -200,6 +208,7 @@ def key_norms(
 
 
 def width_of(heads: int, dim: int) -> int | None:
-    """Columns that the kernel sums at once: whole heads and whole registers; None: it does not support these heads."""
+    """Columns that the kernel sums at once: whole heads and whole registers, or all heads; None: it does not support these heads."""
     width = math.lcm(dim, LANES)
+    width = heads * dim if heads * dim % width and heads <= LANES else width
     return width if heads * dim % width == 0 and width <= MOST_COLUMNS else None
