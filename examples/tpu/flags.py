@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import os
 import statistics
 import time
@@ -20,8 +19,8 @@ from diffusers.tpu.chips.devices import Target, find_target, jax_devices
 from diffusers.tpu.chips.mesh import plan_degrees
 from diffusers.tpu.common.config import TPUConfig, read_environment
 from diffusers.tpu.common.files import whole_files
-from diffusers.tpu.compile.state.watch import replaced
 from diffusers.tpu.pipelines.attach import runs
+from diffusers.tpu.pipelines.stepping import observed
 from diffusers.utils import export_to_video
 
 
@@ -209,18 +208,15 @@ def step_seconds(pipe) -> Iterator[list[float]]:
 
     A step ends when the device has finished what `scheduler.step` returns, as some pipelines take no callback.
     """
-    step, seconds, since = pipe.scheduler.step, [], time.perf_counter()
+    seconds, since = [], time.perf_counter()
 
-    @functools.wraps(step)  # upstream reads the signature of `step`
-    def timed(*args, **kwargs):
+    def ended(result):
         nonlocal since
-        result = step(*args, **kwargs)
         wait(result)
         seconds.append(time.perf_counter() - since)
         since = time.perf_counter()
-        return result
 
-    with replaced([(vars(pipe.scheduler), "step", timed)]):
+    with observed(pipe.scheduler, ended):
         yield seconds
 
 

@@ -10,6 +10,7 @@ import signal
 import threading
 
 import ray
+import torch
 from ray import serve
 
 import diffusers
@@ -23,7 +24,9 @@ class Replica:
     """Holds one pipeline, which compiles its sizes before Ray sends requests."""
 
     def __init__(self, model: str, sizes: list[str], dtype: str | None, defaults: dict, settings: dict):
-        pipe = diffusers.DiffusionPipeline.from_pretrained(model, **({"dtype": dtype} if dtype else {}))
+        pipe = diffusers.DiffusionPipeline.from_pretrained(
+            model, **({"dtype": getattr(torch, dtype)} if dtype else {})
+        )
         pipe = pipe.to("cuda") if os.environ.get("DIFFUSERS_TPU") != "off" else pipe
         pipe.set_progress_bar_config(disable=True)
         served = tuple(parse(text, default_frames(type(pipe))) for text in sizes)
@@ -58,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", required=True, help="WIDTHxHEIGHTxFRAMES, with commas between")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tpus", type=float, default=0, help="of one replica, as Ray counts them")
-    parser.add_argument("--dtype")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--max-batch", type=int, default=1)
     parser.add_argument("--host", default="127.0.0.1", help="elsewhere a token is needed: DIFFUSERS_TPU_TOKEN")
     parser.add_argument("--port", type=int, default=8000)

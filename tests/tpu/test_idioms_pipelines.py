@@ -141,7 +141,7 @@ def test_a_models_own_device_map(plain, tmp_path):
         module.save_pretrained(tmp_path / name)
         for asked in ("cuda", "auto", {"": 0}):
             loaded = type(module).from_pretrained(tmp_path / name, device_map=asked)
-            assert attach.runs(loaded) is not None and loaded.device.type == "cuda"
+            assert attach.runs(loaded) is not None and loaded.device.type == "cuda" and loaded.hf_device_map == {"": 0}
             assert all(map(torch.equal, loaded.state_dict().values(), module.state_dict().values()))
         assert attach.runs(type(module).from_pretrained(tmp_path / name, device_map="cpu")) is None
         with pytest.raises(NotImplementedError, match="sharded over all chips"):

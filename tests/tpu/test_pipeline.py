@@ -1,6 +1,7 @@
 """One pipeline and its scheduler's steps. Oracle: the same without the TPU path, in the same process, with the same weights and generator."""
 
 import collections
+import contextlib
 import copy
 import importlib
 import pickle
@@ -28,7 +29,7 @@ from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline as Flax
 from diffusers.tpu import bridge
 from diffusers.tpu.compile import numbers
 from diffusers.tpu.pipelines import glue
-from diffusers.tpu.pipelines.stepping import as_programs, steps_of
+from diffusers.tpu.pipelines.stepping import as_programs, observed, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -223,16 +224,18 @@ def on_host(samples):
 )  # fmt: skip
 def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
     theirs, ours, unmoved = made(name), made(name), lambda tensor: tensor
-    traces = []
+    traces, seen = [], []
+    watched = observed(ours, seen.append) if name == "unipc 3" else contextlib.nullcontext()
     with as_programs([ours]):
-        for steps, seed in ((7, 0), (7, 1), (5, 2), (7, 3)):
-            want = torch.stack(stepped(theirs, unmoved, steps, seed))
-            got = on_host(stepped(ours, inside, steps, seed, tables=tables))
-            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
-            traces.append(steps_of(ours).traces)
+        with watched:
+            for steps, seed in ((7, 0), (7, 1), (5, 2), (7, 3)):
+                want = torch.stack(stepped(theirs, unmoved, steps, seed))
+                got = on_host(stepped(ours, inside, steps, seed, tables=tables))
+                torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+                traces.append(steps_of(ours).traces)
         with bridge.environment().left():  # in a callback
             assert {*map(type, (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))))} == {type(theirs)}
-    assert type(ours) is type(theirs)
+    assert type(ours) is type(theirs) and len(seen) == (26 if name == "unipc 3" else 0)
     assert traces[-1] - traces[-2] <= 3 or name == "ancestral"  # UniPC's first ones see what the schedule before left
     programs = [one for steps in steps_of(ours).recorded.values() for one in steps.values() if one is not None]
     # One that draws noise: operation by operation, the same noise.

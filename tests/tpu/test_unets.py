@@ -7,7 +7,14 @@ import torch
 
 import tiny
 from conftest import relative, slow
-from diffusers import UNet3DConditionModel, UNetMotionModel, UNetSpatioTemporalConditionModel, tpu
+from diffusers import (
+    ControlNetUnionModel,
+    UNet3DConditionModel,
+    UNetMotionModel,
+    UNetSpatioTemporalConditionModel,
+    tpu,
+)
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.tpu.common import notices
 from diffusers.tpu.pipelines.attach import runs
 
@@ -30,9 +37,12 @@ def installed(model, mesh):
 
 @pytest.mark.parametrize("mesh, batch, height, width", [slow((2, 4, 1), 2, 12, 16), ((2, 2, 2), 2, 10, 20)])
 def test_a_unet_with_the_residuals_of_a_controlnet(chips, warned, mesh, batch, height, width):
-    """Also where the chips do not divide the width."""
+    """Also where the chips do not divide the width, and with a feed-forward in chunks, as large as the batch of all chips."""
     call, picture = given(batch, height, width), torch.rand(batch, 3, 8 * height, 8 * width)
     unet, net = tiny.unet(), tiny.with_last_layers(tiny.controlnet())
+    for part in unet.modules():
+        if isinstance(part, BasicTransformerBlock):
+            part.set_chunk_feed_forward(batch, dim=0)
     theirs = answers(net, **call, controlnet_cond=picture, conditioning_scale=0.7)
     found = answers(ours := installed(net, mesh), **call, controlnet_cond=picture, conditioning_scale=0.7)
     residuals = {"down_block_additional_residuals": theirs[:-1], "mid_block_additional_residual": theirs[-1]}
@@ -45,6 +55,32 @@ def test_a_unet_with_the_residuals_of_a_controlnet(chips, warned, mesh, batch, h
         text = program.compiled.as_text()
         assert "collective-permute" in text and f"[{-(-batch // mesh[0])}" in text
     assert not [sentence for sentence in warned if "every chip" in sentence]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_controlnet_that_reads_its_scale(chips, trained):
+    """Others have it as an input of their programs."""
+    names = "in_channels num_trans_channel num_trans_head num_proj_channel num_control_type norm_num_groups layers_per_block addition_time_embed_dim"
+    sizes = dict(zip(names.split(), (4, 8, 2, 8, 2, 4, 1, 8)), cross_attention_dim=32, attention_head_dim=8)
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "block_out_channels": (8, 16)}
+    theirs = tiny.with_last_layers(ControlNetUnionModel(**sizes, **blocks)).train(trained)
+    call, pictures = given(1, 8, 8), [torch.rand(1, 3, 64, 64)]
+    call |= {"control_type": torch.tensor([[1.0, 0.0]]), "control_type_idx": [0], "return_dict": False}
+    ours = installed(theirs, (1, 1, 1))
+    for scale in (0.7, 0.3):
+        found = [model(**call, controlnet_cond=pictures, conditioning_scale=scale)[1] for model in (ours, theirs)]
+        assert relative(*(x.detach() for x in found)) < 1e-5
+    assert not tpu.report(ours)["eager"] and runs(ours).programs
+
+
+@pytest.mark.idiom("layerwise-casting")
+def test_weights_that_are_stored_in_eight_bits(chips):
+    """Also of an upsampler's convolution, which a kernel computes from the small map."""
+    models, call = [theirs := tiny.unet(), installed(theirs, (1, 1, 1))], given(1, 8, 8)
+    for model in models:
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    assert relative(*(answers(model, **call)[0] for model in models)) < 1e-5
+    assert not tpu.report(models[1])["eager"]
 
 
 @pytest.mark.parametrize("what", ["scale", "scores"])

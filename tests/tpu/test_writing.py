@@ -115,6 +115,7 @@ def test_to_copies_where_that_is_asked_for_alone(env):
     with env:
         x.to(x.dtype).add_(1)
         x.to(x.dtype, copy=True).add_(1)
+        x.to(x.device, x.dtype, False, True).add_(1)
     assert on_host(x).tolist() == [1, 1]
 
 

@@ -27,6 +27,7 @@ def upsampled(layer, hidden_states, output_size=None, *args, **kwargs):
     conv = getattr(layer, "conv", None)
     doubles = layer.interpolate and layer.norm is None and output_size is None
     plain = type(conv) is torch.nn.Conv2d and (conv.kernel_size, conv.padding_mode) == ((3, 3), "zeros")
+    plain = plain and conv.weight.dtype == hidden_states.dtype  # else a hook of the layer may cast it
     if doubles and plain and conv.bias is not None and on_one_chip():
         return doubled(conv, hidden_states)
     return type(layer).forward(layer, hidden_states, output_size, *args, **kwargs)

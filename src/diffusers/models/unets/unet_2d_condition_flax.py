@@ -8,6 +8,7 @@ import functools
 import inspect
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.compile.state.watch import replaced
 from ...tpu.compile.tracing import NotByShards, keys_here, shard_maps
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from ..autoencoders.autoencoder_kl_flax import upsampled
@@ -91,7 +92,10 @@ def _by_shards(output: type, maps: tuple[str, ...], known: tuple, model, *args, 
             given = given | {"encoder_hidden_states": given["encoder_hidden_states"].flatten(0, 1)}
         return type(model).forward(model, **given, return_dict=False)
 
-    outputs = shard_maps(forward, given, maps, sample, multiple)
+    # A feed-forward in chunks gives the same values, but chunks of a batch or of tokens need not divide those of a shard.
+    chunked = [vars(part) for part in model.modules() if getattr(part, "_chunk_size", None)]
+    with replaced([(own, "_chunk_size", None) for own in chunked]):
+        outputs = shard_maps(forward, given, maps, sample, multiple)
     return output(*outputs) if by_name else outputs
 
 

@@ -151,8 +151,9 @@ class Environment(_Environment):
         return cast(the_tensor, super()._to_copy(the_tensor, new_dtype, new_device))
 
     def _torch_Tensor_to(self, args, kwargs):
-        result = super()._torch_Tensor_to(args, kwargs)
-        return result.clone() if kwargs.get("copy") and result is args[0] else result
+        result, flags = super()._torch_Tensor_to(args, kwargs), [x for x in args if isinstance(x, bool)]
+        copy = kwargs.get("copy", flags[1:] == [True])  # after `non_blocking`
+        return result.clone() if copy and result is args[0] else result
 
     @property
     def waits(self) -> bool:

@@ -61,7 +61,7 @@ class Executables:
         self.name = type(runner.module).__name__
         self.ahead: dict[str, concurrent.futures.Future] = {}
         self.reason: str | None = None
-        self._of_modules: dict[object, dict[str, str] | None] = LRUCache(runner.config.programs)
+        self._of_modules: dict[object, tuple[dict[str, str] | None, str | None]] = LRUCache(runner.config.programs)
         self._compared = False
 
     @property
@@ -95,11 +95,12 @@ class Executables:
         state = self.runner.state_key
         if state not in self._of_modules:
             try:
-                self._of_modules[state], self.reason = module_words(self.runner), None
+                self._of_modules[state] = module_words(self.runner), None
             except Exception as error:  # NotPortable, or an object's own error: it runs uncached
-                self._of_modules[state], self.reason = None, str(error) or repr(error)
+                self._of_modules[state] = None, str(error) or repr(error)
                 logger.info(f"programs of {self.name} are not kept for other processes: {error}")
-        return self._of_modules[state]
+        words, self.reason = self._of_modules[state]
+        return words
 
     def expect(self):
         """Prefetch the most recently used executables of the module as it is, while its weights are being placed."""

@@ -206,6 +206,7 @@ class DifferentiatedCall:
         whole = sum(t.nbytes for t in tensors.values())
         if 2 * asked > whole:  # gradients and optimizers' states are sharded as weights are
             runner.storage = frozenset()
+            runner.plan_weights()
         self.wanted = Wanted((*self.inputs,), (*self.weights,), self._room(), self.keeps)
 
     def _room(self) -> float:

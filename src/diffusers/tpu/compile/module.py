@@ -132,6 +132,8 @@ class CompiledModule(ModulePrograms):
             if back and mode is Mode.COMPILED and self.step_cache is None:
                 differentiated = DifferentiatedCall(self, call)
                 if differentiated.find() is None:
+                    if call.strengths and self.state.numbers_are_static:
+                        return self.run(entry, args, kwargs, back)
                     mode = self.modes.fallback
                 elif differentiated.ready():
                     return self._finite(differentiated.output(), entry, args, kwargs)
@@ -144,6 +146,7 @@ class CompiledModule(ModulePrograms):
             try:
                 program = self.find_program(call) if mode is Mode.COMPILED else None
                 if call.strengths and self.state.numbers_are_static:
+                    call.step.undo()
                     return self.run(entry, args, kwargs)
                 if program is None:
                     mode = self.modes.fallback if mode is Mode.COMPILED else mode

@@ -197,6 +197,8 @@ class ModulePrograms(EntryMethods):
                 return found
             if found == NUMBERS_ARE_READ:
                 self.state.numbers_are_static, values = True, ()
+                if call.strengths:  # this call has them as inputs still
+                    return None
             elif found == ALONE:
                 self.known[key], branches, values = ALONE, 1, ()
             else:

@@ -24,6 +24,7 @@ from ..idioms.replacing import Replacements
 
 ROOT = __package__.split(".")[0]
 TRANSFORMERS, DIFFUSERS = "transformers.modeling_utils", f"{ROOT}.models.modeling_utils"
+PROCESSES = f"{ROOT}.models._modeling_parallel"
 MODULAR, MANAGER = (f"{ROOT}.modular_pipelines.{name}" for name in ("modular_pipeline", "components_manager"))
 LIBRARIES = ("accelerate", "diffusers", "peft", "torch", "torchax", "transformers")
 
@@ -48,6 +49,9 @@ def replace(replacements: Replacements):
         replacements.wrap(module.ModelMixin, "enable_parallelism", _parallel)
         of_device(module.ModelMixin)
 
+    def of_processes(module: types.ModuleType):
+        replacements.wrap(module.ContextParallelConfig, "__post_init__", _parallel_over)
+
     def of_modular(module: types.ModuleType):
         replacements.wrap(module.ModularPipeline, "__init__", _built)
         replacements.wrap(module.ModularPipeline, "to", _pipeline_to)
@@ -55,7 +59,8 @@ def replace(replacements: Replacements):
     def of_manager(module: types.ModuleType):
         replacements.wrap(module.ComponentsManager, "enable_auto_cpu_offload", _managed)
 
-    for name, then in ((DIFFUSERS, of_diffusers), (MODULAR, of_modular), (MANAGER, of_manager)):
+    of_names = (DIFFUSERS, of_diffusers), (PROCESSES, of_processes), (MODULAR, of_modular), (MANAGER, of_manager)
+    for name, then in of_names:
         replacements.when_imported(name, then)
 
 
@@ -114,6 +119,14 @@ def _parallel(enable, self, *args, **kwargs):
     notices.warn_once("parallelism") if is_active() else enable(self, *args, **kwargs)
 
 
+def _parallel_over(check, self):
+    """The check of a configuration for several processes: on the TPU path there is one."""
+    if is_active() and {self.ring_degree, self.ulysses_degree} <= {None, 1}:
+        self.ring_degree = self.ulysses_degree = 1
+        return notices.warn_once("parallelism")
+    check(self)
+
+
 def _managed(enable, manager, device=None, memory_reserve_margin="3GB", offload_strategy=None):
     if not is_active() or not names_accelerator("cuda" if device is None else device):
         return enable(manager, device, memory_reserve_margin, offload_strategy)
@@ -131,7 +144,9 @@ def _from_pretrained(load, cls, *args, device_map=None, **kwargs):
     if on_tpu:
         from . import attach
 
-        attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)  # its first call loads the weights
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        attach.install(model)  # its first call loads the weights
+        model.hf_device_map = {"": 0}  # as upstream's has it, on one GPU
     return loaded
 
 

@@ -28,6 +28,7 @@ from ..compile.lru import Key, LRUCache
 from ..compile.module_programs import random_state_kept
 from ..compile.numbers import Lifted
 from ..compile.state import InputRef, OutputRef
+from ..compile.state.watch import replaced
 from ..compile.tracing.user_code import has_own_code, is_own
 
 
@@ -168,6 +169,20 @@ def as_programs(schedulers: list) -> Iterator[None]:
             scheduler.__class__ = _upstreams(type(scheduler))
 
 
+@contextlib.contextmanager
+def observed(scheduler, then: Callable[[object], None]) -> Iterator[None]:
+    """Calls `then` with the result of each step of the scheduler, which runs as it does without."""
+
+    @functools.wraps(scheduler.step)  # upstream reads the signature of `step`
+    def step(*args, **kwargs):
+        result = type(scheduler).step(scheduler, *args, **kwargs)
+        then(result)
+        return result
+
+    with replaced([(vars(scheduler), "step", step)]):
+        yield
+
+
 def _upstreams(cls: type) -> type:
     return getattr(vars(cls).get("step"), "stepping", cls)
 
@@ -204,7 +219,8 @@ def _read(call: tuple, scheduler) -> tuple[tuple, list[torch.Tensor], dict[int, 
         raise Unlike("its class has code of the script's")
     tensors, arrays, numbers, words = [], {}, {}, {}
     try:
-        leaves, spec = jax.tree.flatten((call, vars(scheduler)))  # much faster than torch's
+        # Much faster than torch's. What replaces `step` has called this one.
+        leaves, spec = jax.tree.flatten((call, {k: v for k, v in vars(scheduler).items() if k != "step"}))
     except (TypeError, ValueError) as error:
         raise Unlike("keys of a dict that have no order") from error
     for leaf in leaves:

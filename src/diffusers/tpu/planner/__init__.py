@@ -52,8 +52,9 @@ class Question:
         return result
 
     def _key(self) -> str:
-        """The cache key: a digest of the request, our code, the packages' versions and the model's configuration files."""
-        said = json.dumps([self.function, self.request, self.schedules, sources()], sort_keys=True)
+        """The cache key: a digest of the request, the compiler's flags, our code, the packages' versions and the model's files."""
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+        said = json.dumps([self.function, self.request, self.schedules, sources(), flags], sort_keys=True)
         digest = hashlib.sha256(said.encode())
         directory = directory_of(self.request["model"]) if "model" in self.request else None
         for source in [] if directory is None else sorted(directory.rglob("*.json")):

@@ -126,11 +126,12 @@ def _ask(function: str, argument: dict, environment: dict, errors, seconds: floa
             child.stdin.write(json.dumps(argument) + "\n")
             child.stdin.flush()  # stays open: the child exits when this process ends and closes it
         for line in child.stdout:
-            said, of = json.loads(line)
-            if said == "progress":
-                on_progress(of)
-            else:
-                kind, value = said, of
+            with contextlib.suppress(json.JSONDecodeError):  # of a child that was killed meanwhile
+                said, of = json.loads(line)
+                if said == "progress":
+                    on_progress(of)
+                else:
+                    kind, value = said, of
         return kind, value, child.wait(), late.is_set()
     finally:
         timer.cancel()

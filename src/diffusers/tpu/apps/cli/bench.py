@@ -6,7 +6,6 @@ from rich.console import Console
 
 from ...common.files import write_whole
 from ...kernels.attention.blocks import TUNED
-from ...planner.aot import ChildError
 from . import TABLE
 from .errors import from_checkout, one_line, refusing
 from .output import cell, table, write_json
@@ -40,6 +39,6 @@ def run(options, rest: list[str]) -> int:
 def _ask(case, tune) -> dict:
     try:
         return tune(case, lambda text: None) if tune else case.ask(lambda text: None)
-    except (ValueError, ChildError) as error:
+    except (ValueError, RuntimeError) as error:  # bad input, no room, or a child that failed
         print(f"diffusers-tpu: {case.row}: {error}", file=sys.stderr)
         return {"failed": one_line(error)}

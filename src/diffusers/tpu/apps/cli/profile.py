@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,8 @@ from rich.console import Console
 from ...common import notices
 from ...common.files import write_whole
 from ...compile.module import CompiledModule
-from ...compile.state.watch import replaced
 from ...pipelines.pipeline import installation
+from ...pipelines.stepping import observed
 from ...planner.profile import PROGRAMS, beside, measured
 from .errors import refusing
 from .output import cell, say, table, write_json
@@ -78,7 +77,7 @@ def traced(pipe, folder: str, steps: range) -> Iterator[None]:
     """
     if (scheduler := getattr(pipe, "scheduler", None)) is None:
         raise ValueError(f"expected --profile with a pipeline that has a scheduler, got {type(pipe).__name__}")
-    step, done = scheduler.step, 0
+    done = 0
     import jax
 
     options = jax.profiler.ProfileOptions()
@@ -89,19 +88,16 @@ def traced(pipe, folder: str, steps: range) -> Iterator[None]:
             if done == steps.start:
                 trace.enter_context(jax.profiler.trace(folder, profiler_options=options))
 
-        @functools.wraps(step)
-        def timed(*args, **kwargs):
+        def ended(answer):
             nonlocal done
-            answer = step(*args, **kwargs)
             done += 1
             if done in (steps.start, steps.stop):
                 wait(answer)
             if done == steps.stop:
                 trace.close()
             begin()
-            return answer
 
-        with replaced([(vars(scheduler), "step", timed)]):
+        with observed(scheduler, ended):
             begin()
             yield
     if done > steps.start:
