@@ -20,7 +20,7 @@ from ..pallas import LANES, LOG2_E, SUBLANES, as_heads, by_token, call_kernel, c
 from . import kernel_body, pieces, short
 from .blocks import Blocks, Shape, choose, folded_parts, of_tiles, vmem_bytes
 from .kernel_body import MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
-from .key_bounds import KeyBounds, key_bounds
+from .key_bounds import KeyBounds, by_kernel, key_bounds
 from .masks import Mask, takes_part
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to
 from .softmax_modes import BOUND, CENTRED, MODES, ONLINE, ModeCounter
@@ -203,6 +203,11 @@ def make_operands(
         v = _zero_unseen(v, seen, end)
     if bounds is None and (CENTRED in call.modes or call.modes[0] == BOUND):
         bounds = key_bounds(k, v, seen, interpret=interpret)
+        apart = not turned and call.shape.dim % LANES and pieces.takes(k, 1, in_order=False)
+        if apart and by_kernel(
+            k, seen, interpret
+        ):  # set apart from the rows that it reads; XLA takes up to three passes
+            k = pieces.join(by_token(k)[None], call.shape.dim, False, interpret)
     scalars = {} if call.visited is None else {"visited": jnp.asarray(call.visited.reshape(-1))}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
@@ -219,10 +224,6 @@ def make_operands(
     def place_of_dense(h, i, j, *s):
         return call.row_of(mask.dense, h), i, fetched(h, i, j, s)
 
-    if (
-        not turned and call.shape.dim % LANES and pieces.takes(k, 1, in_order=False)
-    ):  # XLA takes up to three passes for it
-        k = pieces.join(by_token(k)[None], call.shape.dim, False, interpret)
     inputs = _queries_keys_values(call, q, k, v, fetched)
     if BOUND in call.modes and len(call.modes) > 1:
         scalars["reach"] = bounds.reach.reshape(-1)

@@ -23,7 +23,7 @@ from .softmax_modes import SMALLEST
 LARGEST = 126.0  # largest exponent of a sum
 BLOCK_ROWS = 512
 TILE_ROWS = 256  # in registers, of one head or of one product
-MOST_COLUMNS = 1408  # of one product
+MOST_COLUMNS = 1280  # of one product
 LEAST_ROWS = 1024  # with fewer rows XLA is no slower
 
 
@@ -104,7 +104,7 @@ def _mean_key(k, seen, total, count, beside) -> Float[Array, "B K 8 D"]:
 
 def _measured(k, v, point, seen, interpret):
     """max |k|, max |k - point|, max |v|, per head."""
-    by_kernel = _by_kernel(k, seen, interpret)
+    in_rows = by_kernel(k, seen, interpret)
     for_kernel, counted = seen, seen is not None and seen.ndim == 0
     if counted:
         seen = jnp.arange(k.shape[2])[:, None] < seen
@@ -117,9 +117,9 @@ def _measured(k, v, point, seen, interpret):
     def longest(x):
         return jnp.sqrt((x * x).sum(-1).max(-1))
 
-    if by_kernel and k.shape == v.shape and k.shape[3] < LANES:
+    if in_rows and k.shape == v.shape and k.shape[3] < LANES:
         return key_norms(by_token(k), point, interpret, for_kernel, by_token(v))
-    if by_kernel:
+    if in_rows:
         reach, radius = key_norms(by_token(k), point, interpret, for_kernel)
     else:
         wide = among_seen(k.astype(jnp.float32))
@@ -129,7 +129,8 @@ def _measured(k, v, point, seen, interpret):
     return reach, radius, largest.astype(jnp.float32)
 
 
-def _by_kernel(k, seen, interpret) -> bool:
+def by_kernel(k, seen, interpret) -> bool:
+    """Whether `key_bounds` takes norms by a kernel, which reads all heads of a token side by side."""
     alike = seen is None or seen.ndim == 0 or seen.shape[1] == 1
     many = interpret is not None and (interpret or k.shape[2] >= LEAST_ROWS)
     return alike and many and width_of(*k.shape[1::2]) is not None
