@@ -25,7 +25,7 @@ def on(*others):
         from . import compiling, cuda, devices, optimizing, overloads, processes
         from .replacing import Replacements
 
-        overloads.serve()  # not undone: it has an effect only while torchax is imported
+        overloads.serve()  # not undone: it has an effect only where torchax looks overloads up
         _replacements = Replacements()
         for file in (devices, cuda, compiling, processes, optimizing, *_others):
             file.replace(_replacements)

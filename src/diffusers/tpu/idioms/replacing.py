@@ -1,6 +1,5 @@
 """Replaces attributes of torch while the idioms are on, and restores them."""
 
-import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -38,13 +37,7 @@ class Replacements:
         """Call `then` with the module of this name: now if it is imported, else right after its import."""
         if name in sys.modules:
             return then(sys.modules[name])
-
-        @contextlib.contextmanager
-        def around(module):
-            yield
-            then(module)
-
-        self._finders.append(OnImport(name.__eq__, around))
+        self._finders.append(OnImport(name, then))
         sys.meta_path.insert(0, self._finders[-1])
 
     def undo(self):
@@ -56,19 +49,19 @@ class Replacements:
 
 
 class OnImport(importlib.abc.MetaPathFinder):
-    """An import hook: a module with `concerns(name)` is executed inside of the context `around(module)`."""
+    """An import hook: `then` is called with the module of this name right after it is executed."""
 
-    def __init__(self, concerns: Callable[[str], bool], around: Callable):
-        self.concerns, self.around = concerns, around
+    def __init__(self, name: str, then: Callable[[ModuleType], None]):
+        self.name, self.then = name, then
 
     def find_spec(self, name: str, path, target=None):
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if self.concerns(name) else None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == self.name else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def run(module):
-                with self.around(module):
-                    execute(module)
+                execute(module)
+                self.then(module)
 
             spec.loader.exec_module = run
         return spec
