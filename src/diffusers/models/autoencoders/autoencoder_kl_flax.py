@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
-from ...tpu.compile.tracing import doubled, on_one_chip
+from ...tpu.compile.tracing.video import doubled
+from ...tpu.kernels.settings import current
 from ...tpu.kernels.video.tiles import Tiling
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from ..unets.unet_2d_blocks import AttnDownEncoderBlock2D, AttnUpDecoderBlock2D, DownEncoderBlock2D, UpDecoderBlock2D
@@ -28,7 +29,7 @@ def upsampled(layer, hidden_states, output_size=None, *args, **kwargs):
     doubles = layer.interpolate and layer.norm is None and output_size is None
     plain = type(conv) is torch.nn.Conv2d and (conv.kernel_size, conv.padding_mode) == ((3, 3), "zeros")
     plain = plain and conv.weight.dtype == hidden_states.dtype  # else a hook of the layer may cast it
-    if doubles and plain and conv.bias is not None and on_one_chip():
+    if doubles and plain and conv.bias is not None and current().chips == 1:
         return doubled(conv, hidden_states)
     return type(layer).forward(layer, hidden_states, output_size, *args, **kwargs)
 

@@ -11,7 +11,8 @@ import math
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
-from ...tpu.compile.tracing import in_tiles, on_a_shard, scan_alike, shard_width
+from ...tpu.compile.tracing.video import in_tiles, scan_alike, shard_width
+from ...tpu.kernels.video.halo import halo_shards
 from ...tpu.kernels.video.tiles import Tiling
 from . import autoencoder_kl_ltx as upstream
 from .vae import DecoderOutput
@@ -19,7 +20,7 @@ from .vae import DecoderOutput
 
 def _level(block, hidden_states, temb=None, generator=None):
     """As upstream's: resampling and changes of channels, before or after residual blocks, which are one scan."""
-    if not on_a_shard():
+    if halo_shards() is None:
         return type(block).forward(block, hidden_states, temb, generator)
     parts = {**block._modules}
     if parts.get("conv_in") is not None:
@@ -46,7 +47,7 @@ def _draws(decoder) -> bool:
 def _decoded(decoder, hidden_states, temb=None):
     """As upstream's: latents [B, C, T, H, W] and, for a conditioned decoder, timesteps [B] -> the video."""
     decode = functools.partial(type(decoder).forward, decoder)
-    if on_a_shard() or _draws(decoder):
+    if halo_shards() is not None or _draws(decoder):
         return decode(hidden_states, temb)
     return shard_width(decode, hidden_states, beside=() if temb is None else (temb,))
 
@@ -55,7 +56,7 @@ def _encoded(encoder, hidden_states):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
     encode = functools.partial(type(encoder).forward, encoder)
     ratio = spatial_ratio(encoder)
-    if on_a_shard() or hidden_states.shape[-1] % ratio:
+    if halo_shards() is not None or hidden_states.shape[-1] % ratio:
         return encode(hidden_states)
     return shard_width(encode, hidden_states, multiple=ratio)
 

@@ -15,10 +15,10 @@ from .vae import DecoderOutput
 
 
 def tracing() -> types.ModuleType:
-    """`compile.tracing`, imported where a map is traced: it brings torchax, without which forms in plain JAX do."""
-    from ...tpu.compile import tracing
+    """`compile.tracing.video`, imported where a map is traced: it brings torchax, without which forms in plain JAX do."""
+    from ...tpu.compile.tracing import video
 
-    return tracing
+    return video
 
 
 class Maps:

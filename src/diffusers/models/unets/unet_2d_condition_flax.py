@@ -9,7 +9,8 @@ import inspect
 
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.compile.state.watch import replaced
-from ...tpu.compile.tracing import NotByShards, keys_here, shard_maps
+from ...tpu.compile.tracing.video import shard_maps
+from ...tpu.kernels.video.halo import NotByShards, keys_here
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from ..autoencoders.autoencoder_kl_flax import upsampled
 from ..upsampling import Upsample2D

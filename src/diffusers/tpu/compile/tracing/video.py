@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...bridge import Tensor, autocast, environment
 from ...bridge.convolutions import joined_in_time
-from ...kernels.settings import current
 from ...kernels.video import chunks, halo, norm, tiles
 from ...kernels.video.convolution import doubled_by_lines
 from .functional import with_weights
@@ -143,13 +142,3 @@ def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: t
         return function(tree_unflatten(given, spec))
 
     return shard_width(run, x, multiple, maps=tuple(of_maps), beside=tuple(moved[1 + len(of_maps) :]))
-
-
-def on_one_chip() -> bool:
-    """Whether one chip computes what is traced here: all of a map, or its part of one."""
-    return current().chips == 1
-
-
-def on_a_shard() -> bool:
-    """Whether what is traced here computes a part of a map."""
-    return halo.halo_shards() is not None
