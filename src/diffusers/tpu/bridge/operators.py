@@ -156,32 +156,19 @@ def _cast_before(operator, x, *args, dtype=None, **kwargs):
 
 
 def _mean_of_windows(
-    plain, x, size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
+    plain, x, size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None
 ):
     """torchax's; with `ceil_mode` a window may end beyond the map. Its mean is of entries inside, and of padding if that counts."""
-    array = x.jax()
+    array, stride, padding = x.jax(), stride or size, list(padding)
     if not ceil_mode:
-        result = plain(array, size, stride or size, padding, ceil_mode, count_include_pad, divisor_override)
+        result = plain(array, size, stride, padding, ceil_mode, count_include_pad, divisor_override)
         return Tensor(result, x._env)
-    axes = len(size)
-    stride, padding = (list(n) * (axes if len(n) == 1 else 1) for n in (stride or size, padding or [0]))
-    behind = []
-    for length, window, step, pad in zip(array.shape[-axes:], size, stride, padding):
-        # The last window has to begin within the map, or in the padding before it.
-        last = -(-(length + 2 * pad - window) // step) * step
-        last -= step if last >= length + pad else 0
-        behind.append(max(last + window - length - 2 * pad, 0))
-    ones, none = (1,) * (array.ndim - axes), [(0, 0)] * (array.ndim - axes)
-
-    def sums(array, widths):
-        return jax.lax.reduce_window(array, 0.0, jax.lax.add, (*ones, *size), (*ones, *stride), [*none, *widths])
-
-    around = [(pad, pad + more) for pad, more in zip(padding, behind)]
-    counted = jnp.pad(
-        jnp.ones(array.shape[-axes:]), [(pad, pad) for pad in padding], constant_values=float(count_include_pad)
-    )
-    counts = divisor_override or sums(counted.reshape(*ones, *counted.shape), [(0, more) for more in behind])
-    return Tensor((sums(array.astype(jnp.float32), around) / counts).astype(array.dtype), x._env)
+    sums = plain(array.astype(jnp.float32), size, stride, padding, True, True, 1)
+    inside, around = jnp.ones(array.shape[-len(size) :]), [(pad, pad) for pad in padding]
+    counted = jnp.pad(inside, around, constant_values=float(count_include_pad))
+    # Padding that is part of a map may begin one more window.
+    counts = plain(counted[None], size, stride, [0], True, True, 1)[:, *map(slice, sums.shape[-len(size) :])]
+    return Tensor((sums / (divisor_override or counts)).astype(array.dtype), x._env)
 
 
 def copy_(x, source, non_blocking=False):
