@@ -4,6 +4,7 @@ A trace gets a copy of every list, dict and object among the arguments, a key-va
 (`Written`), and written to the caller's own after each run.
 """
 
+import copyreg
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -51,6 +52,9 @@ def _closed(values, structure: tuple):
     return held
 
 
+# A tree's spec pickles as it is, but torch warns of the constructor of a leaf's.
+copyreg.pickle(type(treespec_leaf()), lambda leaf: (treespec_leaf, ()))
+
 register_pytree_node(Opened, lambda held: ([*held.parts.values()], (held.type, tuple(held.parts))), _closed)
 
 
@@ -80,15 +84,6 @@ def _content(x) -> dict:
     return dict(enumerate(x)) if isinstance(x, list) else dict(x) if isinstance(x, dict) else attributes(x)
 
 
-def pickled(spec: TreeSpec) -> tuple | None:
-    """A spec in a form that pickles without torch's warning; None: of a leaf."""
-    return None if spec.is_leaf() else (spec.type, spec.context, [*map(pickled, spec.children())])
-
-
-def unpickled(parts: tuple | None) -> TreeSpec:
-    return treespec_leaf() if parts is None else TreeSpec(parts[0], parts[1], [*map(unpickled, parts[2])])
-
-
 @dataclass(frozen=True)
 class _Ref:
     index: int
@@ -116,7 +111,7 @@ class Written:
         arrays: how many arrays it takes.
     """
 
-    holders: list[tuple[int, tuple, list]] = field(default_factory=list)
+    holders: list[tuple[int, TreeSpec, list]] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
     arrays: int = 0
 
@@ -164,7 +159,7 @@ class Arguments:
                     leaves, spec = tree_flatten(opened(now, closed=is_known), is_known)
                 except Unread:
                     leaves, spec = tree_flatten(now, is_known)
-                found.holders.append((number, pickled(spec), [*map(described, leaves)]))
+                found.holders.append((number, spec, [*map(described, leaves)]))
         found.arrays = len(outputs)
         return found, outputs
 
@@ -181,7 +176,7 @@ def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: lis
         write(tensors[number], value)
     for number, spec, leaves in written.holders:
         leaves = [sources[type(x)][x.index] if type(x) in sources else x for x in leaves]
-        _fill(own[number], tree_unflatten(leaves, unpickled(spec)))
+        _fill(own[number], tree_unflatten(leaves, spec))
 
 
 def _fill(x, content: dict):

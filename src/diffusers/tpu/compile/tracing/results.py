@@ -11,7 +11,6 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 from ....models.autoencoders.vae import DiagonalGaussianDistribution
 from ...bridge import Decisions, Tensor, on_device, storage
 from ..state import Written, opened
-from ..state.arguments import pickled, unpickled
 
 
 class TENSOR:
@@ -56,13 +55,9 @@ class TraceResult:
         """Upstream's return value with these tensors in place of the traced ones."""
         return unflattened(self.spec, self.leaves, tensors)
 
-    def __reduce__(self):
+    def __getstate__(self) -> dict:
         """Pickled for another process, without `decisions` and `avals`, which only a trace needs."""
-        return _result_of, (pickled(self.spec), self.leaves, self.written, self.results, self.form)
-
-
-def _result_of(spec: tuple | None, *rest) -> TraceResult:
-    return TraceResult(unpickled(spec), *rest)
+        return vars(self) | {"decisions": None, "avals": ()}
 
 
 class NoProgram(NotImplementedError):
