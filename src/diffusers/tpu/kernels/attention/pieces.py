@@ -1,4 +1,5 @@
-"""Kernels that lay out what chips exchange: `cut` and `join` before attention, `part` and `paste` after it.
+"""Kernels that lay out what chips exchange: `cut` and `join` before attention, `part` and `paste` after it. `join` also sets apart
+keys of heads that fill no registers, of one chip.
 
 XLA takes two passes over memory to cut columns into pieces, one per chip to join pieces, and one to transpose tokens to lanes;
 each kernel here takes one. After joining, each chip's tokens begin at a whole tile of `LANES`; the remainders of all chips (`rest`)
