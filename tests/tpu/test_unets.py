@@ -57,7 +57,7 @@ def test_a_unet_with_the_residuals_of_a_controlnet(chips, warned, mesh, batch, h
     assert not [sentence for sentence in warned if "every chip" in sentence]
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [False, slow(True)])
 def test_a_controlnet_that_reads_its_scale(chips, trained):
     """Others have it as an input of their programs."""
     names = "in_channels num_trans_channel num_trans_head num_proj_channel num_control_type norm_num_groups layers_per_block addition_time_embed_dim"
