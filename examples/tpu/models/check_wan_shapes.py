@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from diffusers import WanPipeline
@@ -34,14 +33,6 @@ def generate(pipeline: WanPipeline, subjects: list[Subject], seeds: list[int], s
     ).frames
 
 
-def make_contact_sheet(videos: list[np.ndarray], columns: int = 2) -> Image.Image:
-    """Returns one picture: a video's frames side by side, `columns` videos a row."""
-    strips = [np.concatenate(list(np.pad(video, ((0, 0), (1, 1), (1, 1), (0, 0)))), axis=1) for video in videos]
-    strips += [np.zeros_like(strips[0])] * (-len(strips) % columns)
-    rows = [np.concatenate(strips[start : start + columns], axis=1) for start in range(0, len(strips), columns)]
-    return Image.fromarray(np.round(255 * np.concatenate(rows)).astype(np.uint8))
-
-
 def count_right(subjects: list[Subject], scores: list[Score]) -> dict[str, float]:
     """Returns the shares of videos that show the prompt's colour, shape, direction, and colour and direction both."""
     right = np.array([[a == b for a, b in zip(found, subject)] for found, subject in zip(scores, subjects)])
@@ -54,18 +45,12 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--guidance-scale", type=float, default=GUIDANCE_SCALE)
-    parser.add_argument("--flow-shift", type=float, help="in place of the model's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, help="take each n-th prompt only")
     parser.add_argument("--batch", type=int, default=12)
-    parser.add_argument("--sheet", type=Path, help="write a PNG of all frames")
     arguments = parser.parse_args()
     pipeline = WanPipeline.from_pretrained(arguments.model)
     pipeline.set_progress_bar_config(disable=True)
-    if arguments.flow_shift:
-        pipeline.scheduler = type(pipeline.scheduler).from_config(
-            pipeline.scheduler.config, flow_shift=arguments.flow_shift
-        )
     chosen = list(enumerate(make_vocabulary()))[:: arguments.every]
     videos, subjects = [], [subject for _, subject in chosen]
     for start in tqdm(range(0, len(chosen), arguments.batch), desc="prompts", unit="batch"):
@@ -77,8 +62,6 @@ def main() -> None:
         if found != subject:
             print(f"{subject.prompt}: found", *(word or "nothing" for word in found))
     print(", ".join(f"{name} {share:.1%}" for name, share in count_right(subjects, scores).items()))
-    if arguments.sheet:
-        make_contact_sheet(videos).save(arguments.sheet)
 
 
 if __name__ == "__main__":

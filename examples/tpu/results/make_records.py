@@ -32,7 +32,7 @@ from record_tables import FOLDER, ROOT, TABLES, pages, rewritten
 from bench import benches  # which record_tables has made importable
 from bench.naming import programs_of
 from diffusers.tpu import planner
-from diffusers.tpu.common.files import whole_files
+from diffusers.tpu.common.files import whole_files, write_whole
 from diffusers.tpu.planner import report
 from diffusers.tpu.planner.worker import versions
 
@@ -268,8 +268,7 @@ def make_tables(check: bool = False, root: Path = ROOT, folder: Path = FOLDER) -
         if new != text:
             different.append(page)
             if not check:
-                with whole_files([page]) as (draft,):
-                    draft.write_text(new)
+                write_whole(page, new)
     return different
 
 

@@ -74,6 +74,8 @@ def run(name: str, case: Case, out: Path, small: bool):
     on_gpu, say = begin(name, out, small, tries=case.component != "transformer" and not case.gradients)
     import torch
 
+    from diffusers.tpu.planner.building import cast_module
+
     pipe, args, kwargs, narrow, module = recorded(case, "cuda" if on_gpu else "cpu", small)
     facts = {"parameters": sum(p.numel() for p in module.parameters()), "inputs": _shapes((args, kwargs))}
     say(stage="built", **facts)
@@ -90,7 +92,7 @@ def run(name: str, case: Case, out: Path, small: bool):
     say(stage="upstream", dtype="float32", seconds=seconds, **spread(oracle))
     upstream = {"float32": {"error": 0.0}}
     if "bfloat16" in case.dtypes:
-        _cast(module, torch.bfloat16)
+        cast_module(module, torch.bfloat16)
         own, seconds = _timed(work, torch.bfloat16, case.repeat)
         upstream["bfloat16"] = compared(own, oracle)
         say(stage="upstream", dtype="bfloat16", seconds=seconds, **upstream["bfloat16"])
@@ -100,7 +102,7 @@ def run(name: str, case: Case, out: Path, small: bool):
     from diffusers.tpu.kernels.attention import api
 
     for dtype in case.dtypes:
-        _cast(module, getattr(torch, dtype))
+        cast_module(module, getattr(torch, dtype))
         config = tpu.TPUConfig(**TRUE_FLOAT32, **case.config)
         began, whole = time.perf_counter(), pipe if case.steps else module
         tpu.install(whole, config)
@@ -124,21 +126,6 @@ def run(name: str, case: Case, out: Path, small: bool):
         del ours
     calls = [f"{how.kernel} {how.q} {how.k} {how.dtype} {how.mask} {how.reason}" for how in api.explain()]
     say(stage="attention", calls=calls)
-
-
-def _cast(module, dtype):
-    """Casts a module as `from_pretrained` does."""
-    import torch
-
-    from diffusers.tpu.planner.building import cast_module
-
-    if dtype == torch.bfloat16:
-        cast_module(module, dtype)
-        return
-    saved = module.state_dict().keys()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_floating_point() and name in saved:
-            tensor.data = tensor.data.float()
 
 
 def _call(module, entry: str, args, kwargs, narrow: list, dtype):

@@ -38,8 +38,6 @@ ENVIRONMENT = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("patterns", nargs="*", help="of names, without 'Pipeline'; none: all that have no result")
-    parser.add_argument("--failed", action="store_true", help="all that failed or were not built")
-    parser.add_argument("--brief", action="store_true", help="float32 at one size; a later sweep does the rest")
     parser.add_argument(
         "--layouts", action="store_true", help="one pipeline of each class of denoisers, on more meshes"
     )
@@ -49,7 +47,7 @@ def main():
     sys.path[:0] = [str(ROOT / folder) for folder in folders]
     from building import exported
 
-    from diffusers.tpu.common.files import whole_files
+    from diffusers.tpu.common.files import write_whole
 
     import_what_all_need()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
@@ -59,18 +57,14 @@ def main():
     for name in chosen:
         found = examined(name, given, record.get(name, {}).get("layouts", {}))
         found = record[name] = {**record[name], "layouts": found} if given.layouts else found
-        with whole_files([RECORD]) as (draft,):
-            draft.write_text(json.dumps({name: record[name] for name in names if name in record}, indent=1) + "\n")
+        write_whole(RECORD, json.dumps({name: record[name] for name in names if name in record}, indent=1) + "\n")
         print(f"{found.get('seconds', 0):6.1f} s  {name}: {summary(found)}", flush=True)
 
 
 def wanted(name: str, given, record: dict) -> bool:
     if given.patterns:
         return any(re.fullmatch(pattern, name.removesuffix("Pipeline")) for pattern in given.patterns)
-    found = record.get(name)
-    if given.failed:
-        return found is not None and found["status"] in ("not", "not built")
-    return found is None or (not given.brief and "error" in found and "bfloat16" not in found)
+    return name not in record
 
 
 def one_of_each_class(record: dict) -> list[str]:
@@ -130,7 +124,7 @@ def in_child(name: str, given, layouts: dict, answers):
 
     found = {} if given.layouts else {"module": getattr(diffusers, name).__module__}
     try:
-        found |= in_layouts(name, layouts) if given.layouts else examine(name, more=not given.brief)
+        found |= in_layouts(name, layouts) if given.layouts else examine(name)
     except NotUpstream as stopped:
         found |= {"status": "not built", "reason": reason_of(stopped.__cause__)}
     except Exception as error:

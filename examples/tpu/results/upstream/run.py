@@ -57,7 +57,7 @@ def main():
         waiting = [file for file in passes if any(re.fullmatch(pattern, file) for pattern in given.patterns)]
     prepare()
     import_what_all_need()
-    from diffusers.tpu.common.files import whole_files
+    from diffusers.tpu.common.files import write_whole
 
     with tempfile.TemporaryDirectory() as folder:
         running: dict[int, tuple[str, float]] = {}
@@ -70,10 +70,8 @@ def main():
             found = {"seconds": round(time.monotonic() - start)}
             found |= judged(passes[file], results_of(file, Path(folder)), status)
             record[file] = found
-            with whole_files([RECORD]) as (draft,):
-                draft.write_text(
-                    json.dumps({name: record[name] for name in passes if name in record}, indent=1) + "\n"
-                )
+            known = {name: record[name] for name in passes if name in record}
+            write_whole(RECORD, json.dumps(known, indent=1) + "\n")
             kept = found["passes"] - len(found["lost"])
             print(f"{found['seconds']:6} s  {file}: {kept} of {found['passes']}; lost {[*found['lost']]}", flush=True)
 
