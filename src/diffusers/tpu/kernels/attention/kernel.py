@@ -20,7 +20,7 @@ from ..pallas import LANES, LOG2_E, SUBLANES, as_heads, by_token, call_kernel, c
 from . import kernel_body, pieces, short
 from .blocks import Blocks, Shape, choose, folded_parts, of_tiles, vmem_bytes
 from .kernel_body import MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
-from .key_bounds import KeyBounds, by_kernel, key_bounds
+from .key_bounds import LARGEST_SMALL, KeyBounds, by_kernel, key_bounds
 from .masks import Mask, takes_part
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to
 from .softmax_modes import BOUND, CENTRED, MODES, ONLINE, ModeCounter
@@ -203,7 +203,7 @@ def make_operands(
         v = _zero_unseen(v, seen, end)
     if bounds is None and (CENTRED in call.modes or call.modes[0] == BOUND):
         bounds = key_bounds(k, v, seen, interpret=interpret)
-        apart = not turned and call.shape.dim % LANES and pieces.takes(k, 1, in_order=False)
+        apart = not turned and call.shape.dim <= LARGEST_SMALL and pieces.takes(k, 1, in_order=False)
         if apart and by_kernel(
             k, seen, interpret
         ):  # set apart from the rows that it reads; XLA takes up to three passes
