@@ -69,7 +69,7 @@ def key_bounds(
     total = functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x
     if count is None and (seen is None or seen.ndim == 0):
         count = k.shape[2] * chips if seen is None else seen
-    centre = _mean_key(k, seen, total, count, beside)
+    centre = _mean_key(k, seen, total, count, beside, alone=axis is None)
     point = centre.astype(jnp.float32).sum(2)
     centre, maxima = meanwhile(centre, _measured(k, v, point, seen, interpret))
     reach, radius, largest = map(highest, maxima)
@@ -83,17 +83,21 @@ def key_bounds(
     return KeyBounds(reach, centre, radius)
 
 
-def _mean_key(k, seen, total, count, beside) -> Float[Array, "B K 8 D"]:
-    """`KeyBounds.centre`. `total`: the sum over chips. `count`: of all chips' keys; None: `seen` says which."""
+def _mean_key(k, seen, total, count, beside, alone: bool) -> Float[Array, "B K 8 D"]:
+    """`KeyBounds.centre`. `total`: the sum over chips; `alone`: there is one. `count`: of all chips' keys; None: `seen` says which."""
     batch, heads, tokens, dim = k.shape
     rows = by_token(k)
     if count is None:
         count, rows = total(seen.sum(2)), by_token(jnp.where(seen, k, 0))
     elif seen is not None:
         rows = jnp.where(jnp.arange(tokens)[:, None] < seen, rows, 0)
-    # As a product: a sum the compiler takes of [B, S, K, D], and transposes small heads in memory for it.
-    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    sums = jnp.einsum("s,bsc->bc", jnp.ones(tokens, k.dtype), rows, **exact)
+    if (
+        alone and dim <= LARGEST_SMALL
+    ):  # a product: a sum the compiler takes of [B, S, K, D], which it transposes in memory
+        exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+        sums = jnp.einsum("s,bsc->bc", jnp.ones(tokens, k.dtype), rows, **exact)
+    else:
+        sums = rows.astype(jnp.float32).sum(1)
     sums, count = total(sums.reshape(batch, heads, dim)), jnp.maximum(count, 1)
     if beside is not None:
         others, _, seen = beside
