@@ -135,7 +135,8 @@ def _convolution(
             tokens, of_token = (
                 Tensor(array, input._env) for array in (jnp.moveaxis(x, 1, -1), w.reshape(w.shape[:2]))
             )
-            return Tensor(jnp.moveaxis(layers.linear(tokens, of_token, bias).jax(), -1, 1), input._env)
+            with using(replace(current(), linear="bfloat16")):  # `TPUConfig.linear` is of linear layers alone
+                return Tensor(jnp.moveaxis(layers.linear(tokens, of_token, bias).jax(), -1, 1), input._env)
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     of_videos = axes == 3 and split is None and stride == (1,) * axes

@@ -5,9 +5,9 @@ XLA takes 8 to 28 s of a core to compile each of some 40 convolutions of SDXL's 
 
 A line is what lies along sublanes: a row of a map, a column of a video. The grid is (blocks of features, batch, blocks of lines,
 blocks of frames), frames innermost: a block of w with all taps and channels stays in VMEM while the maps pass. A block of x
-includes the lines and frames beside it that its taps reach (`pl.Element`). Zeros around x are computed, not read.
-A piece of straight-line code is whole lines of one frame: the inputs of all taps of lines and frames are concatenated [positions, taps * C] and multiplied with [taps along a line * O,
-taps * C] in float32. The features of each tap along the line are then shifted by whole positions and added, where the line has such
+includes the lines and frames beside it that its taps reach (`pl.Element`). Zeros around x are computed, not read. A piece of
+straight-line code is whole lines of one frame: the inputs of all taps of lines and frames are concatenated [positions, taps * C] and
+multiplied with [taps along a line * O, taps * C] in float32. The features of each tap along the line are then shifted by whole positions and added, where the line has such
 a position. So nothing is shifted before the product, and all taps together fill the matrix units.
 
 A map that is to be doubled in lines and positions is read undoubled. Two lines of the result are two products of the same lines in
