@@ -24,16 +24,11 @@ from diffusers.tpu.chips import mesh as meshes
 from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.kernels.attention import exchange, pieces
 from diffusers.tpu.kernels.attention.api import joint
+from diffusers.tpu.kernels.attention.joint import Text, joint_attention
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
 from diffusers.tpu.kernels.attention.key_bounds import key_bounds, width_of
 from diffusers.tpu.kernels.attention.masks import Mask
-from diffusers.tpu.kernels.attention.parallel import (
-    Text,
-    attention_by_heads,
-    joint_attention,
-    parallel_attention,
-    plan_ring,
-)
+from diffusers.tpu.kernels.attention.parallel import attention_by_heads, parallel_attention, plan_ring
 from diffusers.tpu.kernels.attention.reference import reference_attention
 from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.tpu.planner import aot

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from ..tpu.bridge import Tensor, autocast, environment, on_device
 from ..tpu.kernels import rotary
 from ..tpu.kernels.attention.api import among_latents, joint
-from ..tpu.kernels.attention.parallel import Text
+from ..tpu.kernels.attention.joint import Text
 from ..tpu.kernels.norm import Norm
 from ..tpu.kernels.settings import choosing, current
 from .attention_dispatch import AttentionBackendName, _AttentionBackendRegistry

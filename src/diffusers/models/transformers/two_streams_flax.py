@@ -2,7 +2,7 @@
 
 Latents are sharded over the sequence, text is replicated. Upstream concatenates the streams, latents or text first, for attention
 and in some blocks for every layer. Here each token's layers are computed in its own stream, and attention takes both streams
-separately (`attention/parallel.py`). Where both streams use the same layers, each chip concatenates its parts of them
+separately (`attention/joint.py`). Where both streams use the same layers, each chip concatenates its parts of them
 (`together`), so that it reads a weight once. A model's own file has what its processor and blocks do differently.
 """
 

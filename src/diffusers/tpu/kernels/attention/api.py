@@ -16,15 +16,8 @@ from ...common.notices import warn_once
 from ..settings import Settings, current, using
 from . import kernel, masks, splash
 from .backward import differentiable_attention
-from .parallel import (
-    Text,
-    attention_by_heads,
-    has_many_keys,
-    joint_attention,
-    joint_mask,
-    parallel_attention,
-    split_over,
-)
+from .joint import Text, joint_attention, joint_mask
+from .parallel import attention_by_heads, has_many_keys, parallel_attention, split_over
 from .reference import Keys, Out, Queries, Values, reference_attention
 from .softmax_modes import ONLINE
 from .sparse import Nearest, nearest
